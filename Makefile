@@ -1,0 +1,78 @@
+# Everything a newcomer needs is `make demo` and `make test`: each makes a virtual environment on first use.
+#
+#   PYTHON=python3.12       the Python that the environment is made from
+#   VENV=path               where it lies
+#   NOVENV=1                make and install nothing: use PYTHON as it is (a machine that has all packages already)
+#   WORKERS=8               processes for the tests that need no GPU
+#   ARGS="-k masks -x"      passed on to pytest, or to `nbverify demo`
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+ARGS ?=
+
+ifdef NOVENV
+PY := $(PYTHON)
+INSTALLED :=
+INSTALLED_TEST :=
+else
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+INSTALLED_TEST := $(VENV)/.installed-test
+endif
+
+PYTEST = $(PY) -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all test-gpu lint format clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk '/^#   / { sub(/^#/, ""); print }' $(MAKEFILE_LIST)
+
+demo: $(INSTALLED)  ## draft tree, mask and attention in the terminal: on the GPU if there is one, else emulated
+	$(PY) -c 'import sys; from nbverify.cli import main; sys.exit(main())' demo $(ARGS)
+
+test: lint  ## lint, types, and every test that needs no GPU, except the slow ones
+	$(PYTEST) -n $(WORKERS) --ignore=tests/gpu -m "not slow" $(ARGS)
+
+test-all: lint  ## the same with the slow ones
+	$(PYTEST) -n $(WORKERS) --ignore=tests/gpu $(ARGS)
+
+# One worker process: a test that hangs or kills the CUDA context takes its worker down, and the next gets a fresh one.
+test-gpu: $(INSTALLED_TEST)  ## the tests on a GPU; without one this fails, it does not skip
+	$(PYTEST) tests/gpu -n 1 --max-worker-restart=100 --require-gpu $(ARGS)
+
+lint: $(INSTALLED_TEST)  ## ruff and mypy, nothing is changed
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(INSTALLED_TEST)  ## reformat, and fix what ruff can fix
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+clean:  ## remove caches and build output, not the environment
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find nbverify tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# CUDA major version of the driver, 0 without one.
+DRIVER_CUDA = $(shell $(PYTHON) -c 'import ctypes as c; v = c.c_int(); \
+	c.CDLL("libcuda.so.1").cuDriverGetVersion(c.byref(v)); print(v.value // 1000)' 2>/dev/null || echo 0)
+
+# 13 or more: cu13; 12 or older: cu12.  Without a driver: the cu12 toolkit, which the compiled tests need, but not CuPy,
+# a download of 100 MB that only a GPU can use.
+OLDER_THAN_13 := 1 2 3 4 5 6 7 8 9 10 11 12
+REQUIREMENTS = $(strip $(if $(filter 0,$(DRIVER_CUDA)),-e . "numba-cuda[cu12]", \
+	$(if $(filter $(OLDER_THAN_13),$(DRIVER_CUDA)),-e ".[cu12]",-e ".[cu13]")))
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar on $(REQUIREMENTS)
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar on -e ".[test]"
+	@touch $@

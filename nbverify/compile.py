@@ -1,0 +1,361 @@
+"""From kernel bodies to cubins, for any compute capability, with or without a GPU; and what they need to run.
+
+    body --numba, libNVVM--> PTX --nvJitLink, libcudadevrt--> cubin --> resource report
+
+Numba compiles for the device it finds.  Here the target is an argument: ``cc`` goes through every step, and
+``numba.cuda.dispatcher.get_current_device``, which device functions consult even when ``cc`` is given, is answered
+with the target for the time of the compilation.  This file and kernels/ptx.py are the only ones that touch numba's
+private or extension API.
+
+Targets.  ``(9, 0)`` becomes sm_90a and ``(12, 0)`` sm_120a: from 9.0 on, the architecture-specific variant is what
+runs on the device itself.  numba's own override, ``NUMBA_FORCE_CUDA_CC=12.0`` in the environment, wins over the
+device's capability for plans too; it has no suffix, so it gives sm_120 without the ``a``.  It cannot make sm_120 code
+run on another device: the plan then fails when the cubin is loaded, with both names.
+
+Cache.  Cubins are kept under ``$XDG_CACHE_HOME/nbverify`` (``~/.cache/nbverify``), one file each, named by a hash of
+the kernel sources, the spec's compile key, the code and constants of ``score_mod``, the target and the versions of the
+toolkit.  A file is written under another name and renamed, so that two processes may compile at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from nbverify import contract
+from nbverify.contract import Parameter
+from nbverify.errors import ArgumentError, CompileError
+from nbverify.kernels.geometry import simt_geometry
+from nbverify.spec import VerifySpec
+
+OVERRIDE = "NUMBA_FORCE_CUDA_CC"
+MIN_CC = (8, 0)
+_TOOLKIT_PACKAGES = (
+    "numba-cuda", "numba", "llvmlite", "cuda-core", "cuda-bindings",
+    "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12", "nvidia-cuda-runtime-cu12",
+    "nvidia-nvvm", "nvidia-nvjitlink", "nvidia-cuda-runtime",
+)  # fmt: skip
+_compile_lock = threading.Lock()  # numba's compiler and the stub below are process-wide state
+
+
+@dataclass(frozen=True)
+class Target:
+    """A compute capability to compile for."""
+
+    major: int
+    minor: int
+    suffix: str  # "a": architecture-specific
+
+    @property
+    def name(self) -> str:
+        """As the toolkit spells it: sm_120a."""
+        return f"sm_{self.major}{self.minor}{self.suffix}"
+
+    @property
+    def cc(self) -> tuple:
+        """As numba spells it."""
+        return (self.major, self.minor, self.suffix) if self.suffix else (self.major, self.minor)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel needs, as the linker reports it, and what its PTX consists of."""
+
+    registers: int
+    stack_bytes: int
+    local_bytes: int  # a spill, or an array that did not stay in registers
+    static_shared_bytes: int
+    instructions: dict[str, int]  # PTX opcode up to the second dot -> occurrences
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One entry point, ready to load."""
+
+    name: str
+    target: str
+    parameters: tuple[Parameter, ...]  # what it was compiled for; the launcher compares them with the contract
+    cubin: bytes
+    cooperative: bool
+    resources: Resources
+
+
+def target_of(cc: str | tuple | None) -> Target:
+    """``"12.0"``, ``(12, 0)`` or ``(12, 0, "a")`` -> Target; None: numba's override.
+
+    Raises ArgumentError for anything else, for capabilities below 8.0, and where the override contradicts ``cc``.
+    """
+    override = os.environ.get(OVERRIDE)
+    if cc is None:
+        if not override:
+            raise ArgumentError("cc", f"a compute capability, or {OVERRIDE} set", None)
+        cc = override
+    elif override and _parse_cc(cc)[:2] != _parse_cc(override)[:2]:
+        raise ArgumentError("cc", f"{override}, which {OVERRIDE} sets for all of numba", cc)
+    parsed = _parse_cc(cc)
+    major, minor = parsed[:2]
+    if (major, minor) < MIN_CC:
+        raise ArgumentError("cc", "8.0 or higher", f"{major}.{minor}")
+    if override:
+        return Target(major, minor, "")
+    return Target(major, minor, "a" if (major, minor) >= (9, 0) else "")
+
+
+def _parse_cc(cc: str | tuple) -> tuple[int, int]:
+    if isinstance(cc, str):
+        match = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)a?", cc)
+        if match:
+            return int(match[1]), int(match[2])
+    elif isinstance(cc, tuple) and len(cc) in (2, 3) and all(isinstance(x, int) for x in cc[:2]):
+        return cc[0], cc[1]
+    raise ArgumentError("cc", 'a compute capability such as "12.0" or (12, 0)', repr(cc))
+
+
+def compile_spec(
+    spec: VerifySpec, target: Target, *, debug: bool = False, progress: Callable[[str], None] | None = None
+) -> tuple[CompiledKernel, ...]:
+    """The kernels of a spec in launch order, from the cache or compiled now.
+
+    With ``debug`` the input checks come first.  ``progress`` is called with a line of text before each long step.
+    """
+    kernels: tuple[CompiledKernel, ...] = ()
+    for program in (("check",) if debug else ()) + ("verify",):
+        path = cache_directory() / f"{_cache_key(program, spec, target)}.json"
+        found = _read_cached(path, spec)
+        if found is None:
+            with _compile_lock:
+                found = _read_cached(path, spec)  # another thread may have made it while this one waited
+                if found is None:
+                    found = _compile_program(program, spec, target, progress)
+                    _write_cached(path, found)
+        kernels += found
+    return kernels
+
+
+def _compile_program(
+    program: str, spec: VerifySpec, target: Target, progress: Callable[[str], None] | None
+) -> tuple[CompiledKernel, ...]:
+    geometry = simt_geometry(spec)
+    if program == "check":
+        from nbverify.kernels import check
+
+        bodies, threads = check.make_bodies(spec), check.THREADS
+    else:
+        from nbverify.kernels import simt
+
+        bodies, threads = simt.make_bodies(spec, geometry), geometry.threads
+    kernels = []
+    for body in bodies:
+        if progress:
+            progress(f"compiling {body.__name__} for {target.name}")
+        kernels.append(compile_body(body, contract.parameters(spec), target, max_threads=threads))
+    return tuple(kernels)
+
+
+def compile_body(
+    body: Callable, parameters: tuple[Parameter, ...], target: Target, *, max_threads: int
+) -> CompiledKernel:
+    """Compile and link one kernel body with the single parameter ``args``.
+
+    Raises CompileError if the body has other parameters, if it does not compile, or if the entry point's parameter
+    block is not the one that the table describes.
+    """
+    names = body.__code__.co_varnames[: body.__code__.co_argcount]
+    if names != ("args",):
+        raise CompileError(f"{body.__name__}: expected one parameter, args (see contract.py), got {names}")
+    name = f"nbverify_{body.__name__}"
+    ptx, cooperative = _compile_ptx(body, parameters, target, max_threads)
+    mangled = re.search(r"\.entry\s+([\w$]+)\s*\(", ptx)
+    if mangled is None:
+        raise CompileError(f"{body.__name__}: no entry point in the PTX")
+    ptx = ptx.replace(mangled[1], name)
+    check_parameter_block(name, ptx, parameters)
+    cubin, log = _link(ptx, target, needs_cudadevrt=cooperative)
+    return CompiledKernel(name, target.name, parameters, cubin, cooperative, _resources(name, log, ptx))
+
+
+def check_parameter_block(name: str, ptx: str, parameters: tuple[Parameter, ...]) -> None:
+    """Compare the entry's parameters, one by one, with what the launcher will pack."""
+    header = ptx[ptx.index(f".entry {name}") :]
+    header = header[: header.index(")")]
+    found = [int(width) // 8 for width in re.findall(r"\.param\s+\.[a-z](\d+)", header)]
+    expected = []
+    for p in parameters:
+        expected += [8] * contract.slots_of(p) if p.is_array else [_itemsize(p.dtype)]
+    if found != expected:
+        raise CompileError(f"{name}: expected a parameter block of widths {expected} bytes, the kernel has {found}")
+
+
+def _itemsize(dtype: str) -> int:
+    return int(re.search(r"\d+$", dtype)[0]) // 8  # type: ignore[index]  # all contract dtypes end in their width
+
+
+def _compile_ptx(
+    body: Callable, parameters: tuple[Parameter, ...], target: Target, max_threads: int
+) -> tuple[str, bool]:
+    from numba import cuda
+    from numba.cuda import types
+
+    fields = []
+    for p in parameters:
+        scalar = getattr(types, p.dtype)
+        fields.append(types.Array(scalar, 1, "C") if p.is_array else scalar)
+    args_type = types.NamedTuple(fields, contract.args_class())
+    with _target_as_device(target):
+        try:
+            ptx, _ = cuda.compile(
+                body, (args_type,), device=False, abi="numba", cc=target.cc, launch_bounds=max_threads
+            )
+        except Exception as error:
+            raise CompileError(f"{body.__name__} for {target.name}: {type(error).__name__}: {error}") from error
+    return ptx, "cudaCGSynchronize" in ptx
+
+
+@contextlib.contextmanager
+def _target_as_device(target: Target) -> Iterator[None]:
+    """Answer numba's question for the current device with the target (see the head of this file)."""
+    from numba.cuda import dispatcher
+
+    class TargetDevice:
+        compute_capability = (target.major, target.minor)
+
+    original = dispatcher.get_current_device
+    dispatcher.get_current_device = TargetDevice
+    try:
+        yield
+    finally:
+        dispatcher.get_current_device = original
+
+
+def _link(ptx: str, target: Target, *, needs_cudadevrt: bool) -> tuple[bytes, str]:
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    inputs = [ObjectCode.from_ptx(ptx.encode())]
+    if needs_cudadevrt:
+        from cuda.pathfinder import find_static_lib
+
+        inputs.append(ObjectCode.from_library(find_static_lib("cudadevrt")))
+    linker = Linker(*inputs, options=LinkerOptions(arch=target.name, verbose=True))
+    try:
+        code = linker.link("cubin").code
+        return bytes(code), linker.get_info_log()
+    except Exception as error:
+        raise CompileError(f"linking for {target.name}: {error}") from error
+    finally:
+        linker.close()
+
+
+def _resources(name: str, log: str, ptx: str) -> Resources:
+    usage = re.search(
+        rf"Function properties for '{name}':\s*\n[^\n]*used (\d+) registers[^\n]*?(\d+) stack, (\d+) bytes smem"
+        r"[^\n]*?(\d+) bytes lmem",
+        log,
+    )
+    if usage is None:
+        raise CompileError(f"{name}: the linker's report has no line for it:\n{log[-2000:]}")
+    counts: dict[str, int] = {}
+    body = ptx[ptx.index(f".entry {name}") :]
+    for opcode in re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z][a-z0-9_.]*[a-z0-9])[\s;]", body, re.M):
+        counts[opcode] = counts.get(opcode, 0) + 1
+    registers, stack, shared, local = (int(x) for x in usage.groups())
+    return Resources(registers, stack, local, shared, dict(sorted(counts.items())))
+
+
+# --- cache -----------------------------------------------------------------------------------------------------------
+
+
+def cache_directory() -> Path:
+    """Where cubins are kept between processes."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "nbverify"
+
+
+@cache
+def source_hash() -> str:
+    """Hash of everything that decides what a kernel computes: kernels/, reduce/, the contract and this file.
+
+    Benchmark results carry it, so that anyone sees whether a figure belongs to the code.
+    """
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    files = [root / "contract.py", root / "compile.py", *root.glob("kernels/*.py"), *root.glob("reduce/*.py")]
+    for path in sorted(files):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+@cache
+def toolkit_versions() -> dict[str, str]:
+    """Versions of the packages that turn a body into a cubin, those that are installed."""
+    found = {}
+    for package in _TOOLKIT_PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def _cache_key(program: str, spec: VerifySpec, target: Target) -> str:
+    parts = (program, source_hash(), spec.compile_key, describe_function(spec.score_mod), target.name, toolkit_versions())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def describe_function(function: Callable | None) -> tuple | None:
+    """What a ``score_mod`` compiles to: bytecode, constants, and the values it captures."""
+    if function is None:
+        return None
+    code = function.__code__
+    cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
+    names = tuple((n, function.__globals__[n]) for n in _global_names(code) if n in function.__globals__)
+    captured = []
+    for name, value in [*zip(code.co_freevars, cells, strict=True), *names]:
+        inner = getattr(value, "py_func", value)
+        captured.append((name, describe_function(inner) if hasattr(inner, "__code__") else repr(value)))
+    return (code.co_code, _describe_constants(code), tuple(captured))
+
+
+def _global_names(code) -> tuple[str, ...]:
+    return code.co_names
+
+
+def _describe_constants(code) -> tuple:
+    return tuple(_describe_constants(c) if hasattr(c, "co_code") else repr(c) for c in code.co_consts)
+
+
+def _write_cached(path: Path, kernels: tuple[CompiledKernel, ...]) -> None:
+    record = []
+    for kernel in kernels:
+        entry = asdict(kernel)
+        entry["cubin"] = kernel.cubin.hex()
+        record.append(entry)
+    text = json.dumps(record)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError:
+        return  # a read-only home: the next process compiles again
+
+
+def _read_cached(path: Path, spec: VerifySpec) -> tuple[CompiledKernel, ...] | None:
+    try:
+        record = json.loads(path.read_text())
+        kernels = []
+        for entry in record:
+            entry["cubin"] = bytes.fromhex(entry["cubin"])
+            entry["resources"] = Resources(**entry["resources"])
+            entry["parameters"] = tuple(Parameter(**p) for p in entry["parameters"])
+            kernels.append(CompiledKernel(**entry))
+        return tuple(kernels)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None  # absent, or damaged: compile and write it again

@@ -1,0 +1,1 @@
+"""Kernel bodies and the stages they share.  Importing a stage imports numba; ``geometry`` does not."""

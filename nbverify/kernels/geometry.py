@@ -1,0 +1,147 @@
+"""Tile shapes, shared memory and workspace, in closed form.  No numba here: a plan from the cache needs only this.
+
+Every quantity that the launcher must know before a kernel is compiled is computed here from the spec, and the
+kernels take their constants from the same object.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbverify.errors import ArgumentError
+from nbverify.spec import VerifySpec
+
+WARP = 32
+
+# The plain kernel.  A lane owns one key of a tile (so a row's softmax is five shuffles) and a warp owns four rows
+# (so that a key word read from shared memory serves four rows: below four the loads bind, above it the registers do).
+SIMT_WARPS = 4
+SIMT_ROWS_PER_WARP = 4
+SIMT_KEYS_PER_TILE = WARP
+
+# split="fixed": a chunk shorter than 8 tiles costs more in partials (written and read once, float32) than its keys.
+MIN_CHUNK_TILES = 8
+# split="fixed": one request alone should give about this many chunks, enough for every SM of the largest GPU twice.
+TARGET_CHUNKS_PER_REQUEST = 512
+MAX_SPLITS = 64
+
+
+@dataclass(frozen=True)
+class SimtGeometry:
+    """Constants of one plain kernel.  Offsets and sizes of the shared arrays are in 4-byte words.
+
+    Shared memory of a block, in order (widths: W = head_dim / 2 words of two 16-bit elements):
+
+        q_tile   [rows, Wqk]           32-bit words
+        k_tile   [keys, Wqk + 1]       one word of padding: lanes read one row each, an odd stride has no bank conflict
+        v_tile   [keys, Wv]            separate V only; MLA reads V out of k_tile
+        weights  [rows, keys]          float32, P of this tile
+        o_tile   [rows, head_dim_v]    float32 accumulators, even columns then odd ones
+        table    [2, max_requests + 1] int64, see kernels/schedule.py
+    """
+
+    rows_per_tile: int
+    keys_per_tile: int
+    rows_per_warp: int
+    threads: int
+    qk_words: int
+    v_words: int
+    q_offset: int
+    k_offset: int
+    k_stride: int
+    v_offset: int
+    v_stride: int
+    weights_offset: int
+    o_offset: int
+    table_offset: int
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.threads // WARP
+
+    def shared_bytes(self, max_requests: int) -> int:
+        """Dynamic shared memory of a block that walks keys."""
+        return 4 * self.table_offset + self.merge_shared_bytes(max_requests)
+
+    @staticmethod
+    def merge_shared_bytes(max_requests: int) -> int:
+        """Dynamic shared memory of a block that only merges: the work table."""
+        return 2 * 8 * (max_requests + 1)
+
+
+def simt_geometry(spec: VerifySpec) -> SimtGeometry:
+    """Geometry of the plain kernel: the same tile for every spec, so that only widths differ."""
+    rows = SIMT_WARPS * SIMT_ROWS_PER_WARP
+    keys = SIMT_KEYS_PER_TILE
+    qk_words, v_words = spec.head_dim_qk // 2, spec.head_dim_v // 2
+    k_stride = qk_words + 1
+    q_offset = 0
+    k_offset = q_offset + rows * qk_words
+    v_offset = k_offset if spec.shared_kv else k_offset + keys * k_stride
+    v_stride = k_stride if spec.shared_kv else v_words
+    weights_offset = v_offset + keys * v_stride
+    o_offset = weights_offset + rows * keys
+    table_offset = _round_up(o_offset + rows * spec.head_dim_v, 4)
+    return SimtGeometry(
+        rows_per_tile=rows,
+        keys_per_tile=keys,
+        rows_per_warp=SIMT_ROWS_PER_WARP,
+        threads=SIMT_WARPS * WARP,
+        qk_words=qk_words,
+        v_words=v_words,
+        q_offset=q_offset,
+        k_offset=k_offset,
+        k_stride=k_stride,
+        v_offset=v_offset,
+        v_stride=v_stride,
+        weights_offset=weights_offset,
+        o_offset=o_offset,
+        table_offset=table_offset,
+    )
+
+
+def check_shared_memory(spec: VerifySpec, geometry: SimtGeometry, limit_bytes: int) -> None:
+    """Refuse, with both numbers, a spec whose tile and work table do not fit a block's shared memory."""
+    need = geometry.shared_bytes(spec.max_requests)
+    if need > limit_bytes:
+        table = geometry.merge_shared_bytes(spec.max_requests)
+        raise ArgumentError(
+            "spec",
+            f"at most {limit_bytes} bytes of shared memory a block",
+            f"{need} bytes: {need - table} for tiles of head_dim_qk={spec.head_dim_qk}, head_dim_v={spec.head_dim_v}, "
+            f"{table} for the work table of max_requests={spec.max_requests}",
+        )
+
+
+def units_per_request(spec: VerifySpec, geometry: SimtGeometry) -> int:
+    """Row units (KV head x row tile) of a request with ``max_nodes`` nodes."""
+    return spec.num_kv_heads * -(-spec.max_nodes * spec.group // geometry.rows_per_tile)
+
+
+def max_splits(spec: VerifySpec, geometry: SimtGeometry) -> int:
+    """``split="fixed"``: most chunks of one row unit.  From the spec alone, so that bits do not depend on the batch."""
+    wanted = -(-TARGET_CHUNKS_PER_REQUEST // units_per_request(spec, geometry))
+    tiles = -(-spec.max_kv_len // geometry.keys_per_tile)
+    return max(1, min(wanted, MAX_SPLITS, -(-tiles // MIN_CHUNK_TILES)))
+
+
+def num_partials(spec: VerifySpec, geometry: SimtGeometry, grid: int) -> int:
+    """Partial states that one launch can leave.
+
+    balanced: a block adds one segment, and so does a row unit's start; slot = block + unit.
+    fixed: every row unit has at most ``max_splits`` chunks.
+    """
+    units = spec.max_requests * units_per_request(spec, geometry)
+    if spec.split == "fixed":
+        return units * max_splits(spec, geometry)
+    return grid + units
+
+
+def workspace_bytes(spec: VerifySpec, geometry: SimtGeometry, grid: int) -> int:
+    """Device bytes of the partial states: o and (m, l), float32."""
+    return 4 * num_partials(spec, geometry, grid) * geometry.rows_per_tile * (spec.head_dim_v + 2)
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,250 @@
+"""The plain kernel: tree-verify attention without tensor cores and without PTX.  Start reading here.
+
+For request b with prefix length c and n nodes, its keys are the rows of the pool at
+
+    kv_indices[kv_indptr[b] + j]  for j < c,    then    out_cache_loc[qo_indptr[b] + i]  for i < n
+
+and with group = num_q_heads / num_kv_heads
+
+    s[i, h, j] = sm_scale * k_scale * dot(q[i, h], K[j, h // group])        for keys j that node i sees
+    out[i, h]  = softmax_j(s[i, h, :]) @ V * v_scale                        lse[i, h] = log sum_j exp(s[i, h, j])
+
+Arguments  one named tuple, ``args``; contract.py is its table (shapes, dtypes, strides).
+Launch     grid = co-resident blocks, fixed when the plan is made; 128 threads; shared memory: kernels/geometry.py.
+Work       kernels/schedule.py: blocks share the key tiles (or chunks) of all row units; 16 rows x 32 keys at a time.
+Owners     a warp owns 4 rows, in scores, softmax and output alike; a lane owns one key of the tile in the score stage
+           and column pairs in the value stage.  So only tiles cross warps, and two barriers a tile are enough.
+Traffic    each row unit reads its keys once: heads of one group share them (MLA: all heads), row tiles do not.
+Numerics   products and sums in float32, P kept in float32; states as in kernels/softmax.py.  A key hidden from a row
+           takes no part in it, whatever K and V hold there: its weight is marked HIDDEN and skipped, not multiplied.
+           A visible NaN reaches the rows that see it and no other.
+
+The two phases are joined by ``reduce/``: in one cooperative launch with a grid-wide barrier, or in two launches.
+"""
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint32
+
+from nbverify.kernels.formats import make_narrow, make_widen
+from nbverify.kernels.geometry import WARP
+from nbverify.kernels.indices import load_index
+from nbverify.kernels.kv_tiles import make_copy_tile
+from nbverify.kernels.masking import make_visible
+from nbverify.kernels.schedule import load_request, make_schedule
+from nbverify.kernels.softmax import (
+    LOG2_E,
+    NEG_INF,
+    ZERO,
+    log_sum_exp,
+    normalise,
+    warp_max,
+    warp_sum,
+    weight,
+)
+from nbverify.reduce import grid_sync, two_launch
+from nbverify.reduce.merge import make_merge_phase
+
+HIDDEN = float32(-1.0)  # a weight is never negative
+
+
+def make_bodies(spec, geometry):
+    """The kernel bodies of a spec, in launch order: one for grid_sync, two for two_launch."""
+    schedule = make_schedule(spec, geometry)
+    split_phase = make_split_phase(spec, geometry, schedule)
+    merge_phase = make_merge_phase(spec, geometry, schedule)
+    join = grid_sync if spec.reduction == "grid_sync" else two_launch
+    return join.make_bodies(schedule.prepare, split_phase, merge_phase, geometry.table_offset)
+
+
+def make_split_phase(spec, geometry, schedule):
+    """Phase 1: walk this block's share of the keys; write results, or partial states."""
+    rows_per_tile, keys_per_tile = geometry.rows_per_tile, geometry.keys_per_tile
+    rows_per_warp, threads = geometry.rows_per_warp, geometry.threads
+    qk_words, v_words, head_dim_v = geometry.qk_words, geometry.v_words, spec.head_dim_v
+    k_stride, v_stride = geometry.k_stride, geometry.v_stride
+    q_begin, k_begin, v_begin = geometry.q_offset, geometry.k_offset, geometry.v_offset
+    weights_begin, o_begin, o_end = geometry.weights_offset, geometry.o_offset, geometry.table_offset
+    group, num_kv_heads = spec.group, spec.num_kv_heads
+    reads_mask = spec.mask.reads_buffer
+    segment_at, num_active_blocks = schedule.segment_at, schedule.num_active_blocks
+
+    widen, narrow = make_widen(spec.dtype), make_narrow(spec.dtype)
+    copy_tile = make_copy_tile(spec, geometry)
+    visible = make_visible(spec)
+    change_score = _make_change_score(spec.score_mod)
+
+    @cuda.jit(device=True)
+    def copy_queries(args, request, kv_head, first_row, num_rows, q_tile):
+        """Rows of the unit to shared memory, as 32-bit words.  Rows past the end are left as they are."""
+        words = args.q.view(np.uint32)
+        for i in range(cuda.threadIdx.x, num_rows * qk_words, threads):
+            row, word = i // qk_words, i % qk_words
+            node, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
+            source = (request.token_start + node) * args.q_stride_token + head * args.q_stride_head
+            q_tile[row * qk_words + word] = words[source // 2 + word]
+
+    @cuda.jit(device=True)
+    def dot_products(q_tile, k_tile, warp_row, scores):
+        """``scores[r] = q[warp_row + r] . k[lane]`` for the warp's rows: a key word is read once for all of them."""
+        lane = cuda.threadIdx.x % WARP
+        for r in range(rows_per_warp):
+            scores[r] = ZERO
+        for word in range(qk_words):
+            k_pair = k_tile[lane * k_stride + word]
+            k_even, k_odd = widen(k_pair), widen(k_pair >> uint32(16))
+            for r in range(rows_per_warp):
+                q_pair = q_tile[(warp_row + r) * qk_words + word]
+                even_sum = cuda.fma(widen(q_pair), k_even, scores[r])
+                scores[r] = cuda.fma(widen(q_pair >> uint32(16)), k_odd, even_sum)
+
+    @cuda.jit(device=True)
+    def mask_and_modify(args, request, kv_head, mask_start, row, num_rows, key, score):
+        """The score as the softmax takes it: times log2(e), or -inf where the row does not see the key.
+
+        Returns (score, seen): a score that overflowed to -inf belongs to a key that is seen, with weight 0.
+        """
+        if row >= num_rows or key >= request.num_keys:
+            return NEG_INF, False
+        node, head = row // group, kv_head * group + row % group
+        if not visible(args, mask_start, request, node, key):
+            return NEG_INF, False
+        score = change_score(score * args.score_scale, request.index, head, node, key)
+        return score * LOG2_E, True
+
+    @cuda.jit(device=True)
+    def add_values(v_tile, weights, o_tile, warp_row, factors):
+        """``o = o * factor + P @ V`` for the warp's rows; a lane owns the columns (2 w, 2 w + 1), w = lane, lane + 32.."""
+        even, odd = cuda.local.array(rows_per_warp, float32), cuda.local.array(rows_per_warp, float32)
+        for word in range(cuda.threadIdx.x % WARP, v_words, WARP):
+            for r in range(rows_per_warp):
+                o_row = (warp_row + r) * head_dim_v
+                even[r] = o_tile[o_row + word] * factors[r]
+                odd[r] = o_tile[o_row + v_words + word] * factors[r]
+            for key in range(keys_per_tile):
+                v_pair = v_tile[key * v_stride + word]
+                v_even, v_odd = widen(v_pair), widen(v_pair >> uint32(16))
+                for r in range(rows_per_warp):
+                    p = weights[(warp_row + r) * keys_per_tile + key]
+                    if not p < ZERO:  # NaN is seen, HIDDEN is not
+                        even[r] = cuda.fma(p, v_even, even[r])
+                        odd[r] = cuda.fma(p, v_odd, odd[r])
+            for r in range(rows_per_warp):
+                o_row = (warp_row + r) * head_dim_v
+                o_tile[o_row + word] = even[r]
+                o_tile[o_row + v_words + word] = odd[r]
+
+    @cuda.jit(device=True)
+    def write_row(args, request, kv_head, unit_row, o_tile, o_row, maximum, total):
+        """The result of a row whose keys were all seen here.  One warp."""
+        lane = cuda.threadIdx.x % WARP
+        token, head = request.token_start + unit_row // group, kv_head * group + unit_row % group
+        out = args.out.view(np.uint32)
+        target = (token * args.out_stride_token + head * args.out_stride_head) // 2
+        for word in range(lane, v_words, WARP):
+            even = normalise(o_tile[o_row + word], total, args.v_scale)
+            odd = normalise(o_tile[o_row + v_words + word], total, args.v_scale)
+            out[target + word] = narrow(even) | uint32(narrow(odd) << uint32(16))
+        if lane == 0 and args.lse.size > 0:
+            args.lse[token * args.lse_stride_token + head] = log_sum_exp(maximum, total)
+
+    @cuda.jit(device=True)
+    def write_partial(args, slot_row, o_tile, o_row, maximum, total):
+        """The state of a row that other blocks share.  One warp.  Columns in order, float32."""
+        lane = cuda.threadIdx.x % WARP
+        for word in range(lane, v_words, WARP):
+            args.partial_o[slot_row * head_dim_v + 2 * word] = o_tile[o_row + word]
+            args.partial_o[slot_row * head_dim_v + 2 * word + 1] = o_tile[o_row + v_words + word]
+        if lane == 0:
+            args.partial_ml[2 * slot_row] = maximum
+            args.partial_ml[2 * slot_row + 1] = total
+
+    @cuda.jit(device=True)
+    def run_segment(args, segment, q_tile, k_tile, v_tile, weights, o_tile):
+        """One row unit x one range of key tiles.  All threads of the block call it."""
+        lane, warp = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP
+        request = load_request(args, segment.request)
+        kv_head = segment.unit % num_kv_heads
+        first_row = segment.unit // num_kv_heads * rows_per_tile
+        num_rows = request.num_nodes * group  # of the request's head group; this unit has those from first_row on
+        rows_here = min(int64(rows_per_tile), num_rows - first_row)
+        mask_start = int64(0)
+        if reads_mask:
+            mask_start = load_index(args.mask_indptr, args.mask_indptr_words, segment.request)
+
+        warp_row = warp * rows_per_warp
+        maxima, sums = cuda.local.array(rows_per_warp, float32), cuda.local.array(rows_per_warp, float32)
+        scores, factors = cuda.local.array(rows_per_warp, float32), cuda.local.array(rows_per_warp, float32)
+        for r in range(rows_per_warp):
+            maxima[r] = NEG_INF
+            sums[r] = ZERO
+            o_row = (warp_row + r) * head_dim_v
+            for word in range(lane, v_words, WARP):  # each lane the columns it owns: no other lane may still read them
+                o_tile[o_row + word] = ZERO
+                o_tile[o_row + v_words + word] = ZERO
+
+        copy_queries(args, request, kv_head, first_row, rows_here, q_tile)
+        for tile in range(segment.first_tile, segment.end_tile):
+            first_key = tile * keys_per_tile
+            copy_tile(args, request, kv_head, first_key, k_tile, v_tile)
+            cuda.syncthreads()  # publishes the tile, and before the first one the queries, to all warps
+            if warp_row < rows_here:
+                dot_products(q_tile, k_tile, warp_row, scores)
+                for r in range(rows_per_warp):
+                    score, seen = mask_and_modify(
+                        args, request, kv_head, mask_start, first_row + warp_row + r, num_rows, first_key + lane, scores[r]
+                    )
+                    maximum = max(maxima[r], warp_max(score))
+                    p = weight(score, maximum)
+                    factors[r] = weight(maxima[r], maximum)
+                    sums[r] = cuda.fma(sums[r], factors[r], warp_sum(p))
+                    maxima[r] = maximum
+                    weights[(warp_row + r) * keys_per_tile + lane] = p if seen else HIDDEN
+                cuda.syncwarp()  # publishes the weights to the warp that owns these rows
+                add_values(v_tile, weights, o_tile, warp_row, factors)
+            cuda.syncthreads()  # nobody reads this tile any more: the next copy, or the next segment, may overwrite it
+
+        for r in range(rows_per_warp):
+            if warp_row + r < rows_here:
+                o_row = (warp_row + r) * head_dim_v
+                if segment.direct:
+                    write_row(args, request, kv_head, first_row + warp_row + r, o_tile, o_row, maxima[r], sums[r])
+                else:
+                    slot_row = segment.slot * rows_per_tile + warp_row + r
+                    write_partial(args, slot_row, o_tile, o_row, maxima[r], sums[r])
+
+    @cuda.jit(device=True)
+    def split_phase(args, table):
+        words, floats = cuda.shared.array(0, uint32, 16), cuda.shared.array(0, float32, 16)
+        q_tile, k_tile, v_tile = words[q_begin:k_begin], words[k_begin:weights_begin], words[v_begin:weights_begin]
+        weights, o_tile = floats[weights_begin:o_begin], floats[o_begin:o_end]
+
+        blocks, num_items = num_active_blocks(args, table), table[args.num_requests]
+        block = int64(cuda.blockIdx.x)
+        if block < blocks:  # an idle block skips the work, not the grid's barrier
+            position = block * num_items // blocks
+            end = (block + 1) * num_items // blocks
+            while position < end:
+                segment = segment_at(args, table, position, end)
+                run_segment(args, segment, q_tile, k_tile, v_tile, weights, o_tile)
+                position = segment.next_position
+
+    return split_phase
+
+
+def _make_change_score(score_mod):
+    """The user's ``score_mod`` as a device function; without one, the score itself."""
+    if score_mod is None:
+
+        @cuda.jit(device=True)
+        def keep_score(score, request, head, node, key):
+            return score
+
+        return keep_score
+
+    modify = cuda.jit(device=True)(score_mod)
+
+    @cuda.jit(device=True)
+    def change_score(score, request, head, node, key):
+        return float32(modify(score, int32(request), int32(head), int32(node), int32(key)))
+
+    return change_score

@@ -1,0 +1,271 @@
+"""Driver-level launches: load a cubin, ask for its occupancy, pack its parameters once, launch it in one call.
+
+numba's own launch path types and converts every argument at every launch (27 to 170 us) and may synchronise on a
+foreign array.  Here a launch is ``cuLaunchKernelEx`` on a parameter block that was packed when the arrays were bound:
+no allocation, copy, synchronisation or look at device data, so a stream capture of the strictest mode takes it.
+
+``import cuda.bindings`` costs time and needs no driver; it happens on first use.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import numpy as np
+
+from nbverify import contract
+from nbverify.arrays import ArrayInfo
+from nbverify.compile import CompiledKernel
+from nbverify.contract import Parameter
+from nbverify.errors import ArgumentError, CompileError, DriverError
+
+_CTYPES = {"int64": ctypes.c_int64, "float32": ctypes.c_float}
+TWO_LAUNCH_HINT = 'ask for VerifySpec(reduction="two_launch"), which needs no cooperative launch'
+
+
+def driver():
+    """The binding module, imported on first use."""
+    from cuda.bindings import driver as module
+
+    return module
+
+
+def call(what: str, result: tuple):
+    """The value of a driver call's result tuple; DriverError with its name, code and text if it failed."""
+    code = result[0]
+    if int(code) != 0:
+        raise DriverError(f"{what}: {describe_error(code)}")
+    return result[1] if len(result) == 2 else result[1:]
+
+
+def describe_error(code: object) -> str:
+    """``CUDA_ERROR_X (n): text``."""
+    _, text = driver().cuGetErrorString(code)
+    return f"{getattr(code, 'name', code)} ({int(code)}): {text.decode() if text else 'no text'}"  # type: ignore[call-overload]
+
+
+class Device:
+    """A GPU and its primary context, the one that CuPy, torch and numba use."""
+
+    def __init__(self, ordinal: int | None):
+        drv = driver()
+        call("cuInit", drv.cuInit(0))
+        count = call("cuDeviceGetCount", drv.cuDeviceGetCount())
+        if ordinal is None:
+            ordinal = self._current_ordinal()
+        if isinstance(ordinal, bool) or not isinstance(ordinal, int) or not 0 <= ordinal < count:
+            raise ArgumentError("device", f"an ordinal below {count}", repr(ordinal))
+        self.ordinal = ordinal
+        self.handle = call("cuDeviceGet", drv.cuDeviceGet(ordinal))
+        self.context = call("cuDevicePrimaryCtxRetain", drv.cuDevicePrimaryCtxRetain(self.handle))
+        attribute = drv.CUdevice_attribute
+        self.cc = (
+            self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
+            self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+        )
+        self.num_sms = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+        self.shared_limit = self.attribute(attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
+        self.cooperative = bool(self.attribute(attribute.CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH))
+        self.name = call("cuDeviceGetName", drv.cuDeviceGetName(256, self.handle)).split(b"\0")[0].decode()
+
+    @staticmethod
+    def _current_ordinal() -> int:
+        drv = driver()
+        if int(call("cuCtxGetCurrent", drv.cuCtxGetCurrent())) == 0:
+            return 0
+        return int(call("cuCtxGetDevice", drv.cuCtxGetDevice()))
+
+    def attribute(self, which) -> int:
+        """A device attribute."""
+        return call("cuDeviceGetAttribute", driver().cuDeviceGetAttribute(which, self.handle))
+
+    def read_index(self, info: ArrayInfo) -> np.ndarray:
+        """An index buffer on the host, as int64, after everything queued on the device."""
+        data = np.empty(info.shape, info.dtype)
+        if data.size:
+            with self:
+                call("cuCtxSynchronize", driver().cuCtxSynchronize())
+                call("cuMemcpyDtoH", driver().cuMemcpyDtoH(data.ctypes.data, info.pointer, data.nbytes))
+        return data.astype(np.int64)
+
+    def __enter__(self) -> Device:
+        call("cuCtxPushCurrent", driver().cuCtxPushCurrent(self.context))
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        call("cuCtxPopCurrent", driver().cuCtxPopCurrent())
+
+
+class DeviceBuffer:
+    """Device memory that a plan owns: allocated once, freed with the plan."""
+
+    def __init__(self, device: Device, num_bytes: int, fill: int | None = None):
+        drv = driver()
+        self.device, self.num_bytes = device, num_bytes
+        self.pointer = 0
+        with device:
+            self.pointer = int(call(f"cuMemAlloc of {num_bytes} bytes", drv.cuMemAlloc(num_bytes)))
+            if fill is not None:
+                call("cuMemsetD8", drv.cuMemsetD8(self.pointer, fill, num_bytes))
+
+    def read(self) -> bytes:
+        """Contents, after everything queued on the device."""
+        data = bytearray(self.num_bytes)
+        with self.device:
+            call("cuCtxSynchronize", driver().cuCtxSynchronize())
+            call("cuMemcpyDtoH", driver().cuMemcpyDtoH(data, self.pointer, self.num_bytes))
+        return bytes(data)
+
+    def write(self, data: bytes) -> None:
+        """Replace the contents."""
+        with self.device:
+            call("cuMemcpyHtoD", driver().cuMemcpyHtoD(self.pointer, data, len(data)))
+
+    def __del__(self) -> None:
+        if getattr(self, "pointer", 0):
+            try:
+                with self.device:
+                    driver().cuMemFree(self.pointer)
+            except Exception:  # noqa: S110  # at interpreter exit the driver may be gone already
+                pass
+
+
+class LoadedKernel:
+    """A cubin on a device, with its shared memory opted in."""
+
+    def __init__(self, device: Device, compiled: CompiledKernel, *, threads: int, shared_bytes: int):
+        drv = driver()
+        self.compiled, self.device = compiled, device
+        self.threads, self.shared_bytes = threads, shared_bytes
+        with device:
+            result = drv.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0)
+            if int(result[0]) != 0:
+                raise DriverError(
+                    f"loading {compiled.name}, built for {compiled.target}, on {device.name} "
+                    f"(sm_{device.cc[0]}{device.cc[1]}): {describe_error(result[0])}"
+                )
+            self.library = result[1]
+            kernel = call("cuLibraryGetKernel", drv.cuLibraryGetKernel(self.library, compiled.name.encode()))
+            # The CUfunction of this context: module load and everything lazy happens here, not in a stream capture.
+            self.function = call("cuKernelGetFunction", drv.cuKernelGetFunction(kernel))
+            call("cuFuncLoad", drv.cuFuncLoad(self.function))
+            static = compiled.resources.static_shared_bytes
+            call(
+                f"opting in to {shared_bytes} bytes of dynamic shared memory (static: {static}, limit: {device.shared_limit})",
+                drv.cuFuncSetAttribute(
+                    self.function,
+                    drv.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    shared_bytes,
+                ),
+            )
+
+    def blocks_per_sm(self) -> int:
+        """Co-resident blocks of this exact kernel, block size and shared memory."""
+        with self.device:
+            return call(
+                "cuOccupancyMaxActiveBlocksPerMultiprocessor",
+                driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(self.function, self.threads, self.shared_bytes),
+            )
+
+    def __del__(self) -> None:
+        if getattr(self, "library", None) is not None:
+            try:
+                with self.device:
+                    driver().cuLibraryUnload(self.library)
+            except Exception:  # noqa: S110  # as above
+                pass
+
+
+class ParameterBlock:
+    """The kernel parameters in the order of the contract, one 8-byte slot per flattened field.
+
+    The driver reads ``sizeof(parameter)`` bytes at each slot (a float32 is the low half of its slot) and copies them
+    when a launch is called or captured, so a slot may be overwritten right after.
+    """
+
+    def __init__(self, parameters: tuple[Parameter, ...]):
+        self.parameters = parameters
+        self._first_slot: dict[str, int] = {}
+        count = 0
+        for p in parameters:
+            self._first_slot[p.name] = count
+            count += contract.slots_of(p)
+        self._slots = (ctypes.c_uint64 * count)()
+        base = ctypes.addressof(self._slots)
+        self._pointers = (ctypes.c_void_p * count)(*(base + 8 * i for i in range(count)))
+        self.address = ctypes.addressof(self._pointers)
+
+    def set_array(self, name: str, pointer: int, extent: int, itemsize: int) -> None:
+        """A flat array: ``extent`` elements of ``itemsize`` bytes at ``pointer``."""
+        first = self._first_slot[name]
+        self._slots[first + contract.NITEMS_SLOT] = extent
+        self._slots[first + contract.ITEMSIZE_SLOT] = itemsize
+        self._slots[first + contract.DATA_SLOT] = pointer
+        self._slots[first + contract.SHAPE_SLOT] = extent
+        self._slots[first + contract.STRIDE_SLOT] = itemsize
+
+    def set_pointer(self, name: str, pointer: int) -> None:
+        """Another address for an array of the same extent."""
+        self._slots[self._first_slot[name] + contract.DATA_SLOT] = pointer
+
+    def set_scalar(self, name: str, dtype: str, value: float) -> None:
+        """A number, in the low bytes of its slot."""
+        slot = ctypes.addressof(self._slots) + 8 * self._first_slot[name]
+        _CTYPES[dtype].from_address(slot).value = value
+
+
+class Launcher:
+    """A sequence of kernels on one parameter block."""
+
+    def __init__(
+        self,
+        kernels: Sequence[LoadedKernel],
+        grids: Sequence[int],
+        block: ParameterBlock,
+    ):
+        drv = driver()
+        self._launch = drv.cuLaunchKernelEx
+        self._address = block.address
+        self._keep_alive = (kernels, block)
+        self._device = kernels[0].device
+        self._calls = []
+        for kernel, grid in zip(kernels, grids, strict=True):
+            if kernel.compiled.parameters != block.parameters:
+                raise CompileError(
+                    f"{kernel.compiled.name}: compiled for other parameters than the contract's: "
+                    + _first_difference(kernel.compiled.parameters, block.parameters)
+                )
+            config = drv.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
+            config.sharedMemBytes = kernel.shared_bytes
+            if kernel.compiled.cooperative:
+                attribute = drv.CUlaunchAttribute()
+                attribute.id = drv.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+                attribute.value.cooperative = 1
+                config.attrs, config.numAttrs = [attribute], 1
+            self._calls.append((config, kernel.function, kernel.compiled))
+
+    def __call__(self, stream: int) -> None:
+        """Launch all kernels in order on a stream handle.  Nothing else."""
+        for config, function, compiled in self._calls:
+            config.hStream = stream
+            code = self._launch(config, function, self._address, 0)[0]
+            if code:
+                raise DriverError(self._explain(code, compiled))
+
+    def _explain(self, code: object, compiled: CompiledKernel) -> str:
+        drv, text = driver(), f"launching {compiled.name}: {describe_error(code)}"
+        if code in (drv.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE, drv.CUresult.CUDA_ERROR_NOT_SUPPORTED):
+            return f"{text}; {TWO_LAUNCH_HINT}"
+        if code in (drv.CUresult.CUDA_ERROR_INVALID_CONTEXT, drv.CUresult.CUDA_ERROR_INVALID_HANDLE):
+            return f"{text}; the plan is for device {self._device.ordinal}: is that the current one, and the stream's?"
+        return text
+
+
+def _first_difference(found: tuple[Parameter, ...], expected: tuple[Parameter, ...]) -> str:
+    for i, (a, b) in enumerate(zip(found, expected, strict=False)):
+        if a != b:
+            return f"parameter {i}: expected {b}, the kernel has {a}"
+    return f"expected {len(expected)} parameters, the kernel has {len(found)}"

@@ -1,0 +1,24 @@
+"""The barrier-free twin of grid_sync: the end of the first launch is the barrier.
+
+Same cuts, same order of merging, same bits.  It is for places where a cooperative launch is refused (MPS, MIG), where
+the error says to ask for it; it is never chosen silently.  It is also the oracle that the barrier is tested against.
+"""
+
+from numba import cuda, int64
+
+
+def make_bodies(prepare, split_phase, merge_phase, table_offset_words):
+    """Two kernel bodies, to be launched with the same grid one after the other."""
+    table_offset = table_offset_words // 2
+
+    def verify_split(args):
+        table = cuda.shared.array(0, int64, 16)[table_offset:]
+        prepare(args, table)
+        split_phase(args, table)
+
+    def verify_merge(args):
+        table = cuda.shared.array(0, int64, 16)  # this kernel has no tiles: its table starts at 0
+        prepare(args, table)
+        merge_phase(args, table)
+
+    return (verify_split, verify_merge)

@@ -1,0 +1,45 @@
+"""The package as a user meets it: a quick import, its types, its version."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+HEAVY = ("cupy", "torch", "numba")
+IMPORT_SECONDS = 1.0
+
+PROBE = f"""
+import json, sys, time
+start = time.perf_counter()
+import nbverify
+seconds = time.perf_counter() - start
+print(json.dumps([seconds, [name for name in {HEAVY} if name in sys.modules]]))
+"""
+
+
+def fresh_python(code: str) -> str:
+    """What ``code`` prints in a new interpreter, started in the checkout."""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_is_quick_and_light():
+    # The best of three: the first may read from a cold disk, and other tests share the machine.
+    runs = [json.loads(fresh_python(PROBE)) for _ in range(3)]
+    assert runs[0][1] == [], "import nbverify must not import these"
+    assert min(seconds for seconds, _ in runs) < IMPORT_SECONDS
+
+
+def test_version_is_that_of_pyproject():
+    declared = re.search(r'^version = "(.+)"$', PYPROJECT, re.MULTILINE)[1]  # tomllib needs Python 3.11
+    assert fresh_python("import nbverify; print(nbverify.__version__)").strip() == declared
+
+
+def test_types_are_shipped():
+    assert (ROOT / "nbverify" / "py.typed").is_file()
+    package_data = re.search(r"^\[tool\.setuptools\.package-data\]\nnbverify = (\[.*\])$", PYPROJECT, re.MULTILINE)[1]
+    assert "py.typed" in json.loads(package_data)
