@@ -34,7 +34,7 @@ LEGACY_DEFAULT_STREAM = 1  # CU_STREAM_LEGACY
 NO_SYNC = -1  # __dlpack__(stream=-1): the producer must not make any stream wait
 DLPACK_VERSION = (1, 1)  # the newest layout that _read_dlpack knows; producers answer with it or an older one
 READ_ONLY_FLAG = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
-OVERLAP_WORK = 100_000  # candidates that numpy.shares_memory tries, below 10 ms; interleaved K and V take a handful
+OVERLAP_WORK = 100_000  # candidates that numpy.shares_memory tries, a few ms; interleaved K and V take a handful
 
 # DLDeviceType
 DL_CPU, DL_CUDA, DL_CUDA_HOST, DL_CUDA_MANAGED = 1, 2, 3, 13
@@ -169,11 +169,8 @@ def _from_protocols(name: str, array: Any) -> ArrayInfo:
         raise ArgumentError(name, "a tensor outside autograd: pass .detach()", "one with requires_grad=True")
     if not failures:
         raise ArgumentError(name, DEVICE_ARRAY, _class_name(array))
-    if (own := _own_dtype(array)) in BEYOND_NUMPY:
-        expected = f"an array that can be exported ({RAW_BITS})"
-    else:
-        expected = "an array that can be exported"
-    raise ArgumentError(name, expected, f"{_class_name(array)} ({'; '.join(failures)})")
+    hint = f" ({RAW_BITS})" if _own_dtype(array) in BEYOND_NUMPY else ""
+    raise ArgumentError(name, f"an array that can be exported{hint}", f"{_class_name(array)} ({'; '.join(failures)})")
 
 
 def _export(array: Any) -> object:
@@ -252,7 +249,8 @@ def _read_dlpack(name: str, capsule: object, ordinal: int) -> ArrayInfo:
         raise ArgumentError(name, f"a DLPack type that numpy or ml_dtypes has a name for ({RAW_BITS})", got)
     shape = tuple(tensor.shape[:ndim]) if ndim else ()
     strides = tuple(tensor.strides[:ndim]) if ndim and tensor.strides else _c_strides(shape)
-    pointer = (tensor.data or 0) and tensor.data + tensor.byte_offset
+    _check_axes(name, shape, strides)
+    pointer = tensor.data + tensor.byte_offset if tensor.data else 0
     return _checked(name, pointer, shape, strides, dtype, ordinal, readonly)
 
 
@@ -260,6 +258,7 @@ def _read_array_interface(name: str, array: object, interface: Any) -> ArrayInfo
     """``__cuda_array_interface__``, any version.  Its "stream" entry is not waited for."""
     try:
         pointer, readonly = interface["data"]
+        pointer = int(pointer or 0)  # some say None for an array without elements
         shape = tuple(int(extent) for extent in interface["shape"])
         numpy_dtype = np.dtype(interface["typestr"])
         byte_strides = interface.get("strides")
@@ -278,7 +277,7 @@ def _read_array_interface(name: str, array: object, interface: Any) -> ArrayInfo
     elif numpy_dtype.kind == "V":
         raise ArgumentError(name, f"a typestr with a number type; {RAW_BITS}", repr(interface["typestr"]))
     strides = _c_strides(shape) if byte_strides is None else _elements(name, byte_strides, dtype)
-    pointer = int(pointer or 0)
+    _check_axes(name, shape, strides)
     device = _ordinal(name, array, pointer) if pointer and 0 not in shape else None
     return _checked(name, pointer, shape, strides, dtype, device, bool(readonly))
 
@@ -329,16 +328,19 @@ def _checked(
     device: int | None,
     readonly: bool,
 ) -> ArrayInfo:
-    """The last step of every reader: what no producer may say."""
+    """The last step of every reader: a known dtype, and memory where there are elements."""
     if dtype not in ITEMSIZE:
         raise ArgumentError(name, "an array of numbers in native byte order", dtype)
     if 0 in shape:
         pointer = 0
     elif not pointer:
         raise ArgumentError(name, "an array with memory", f"address 0 for shape {list(shape)}")
-    if len(strides) != len(shape) or (shape and min(shape) < 0):
-        raise ArgumentError(name, "one extent >= 0 and one stride an axis", f"shape {shape}, strides {strides}")
     return ArrayInfo(pointer, shape, strides, dtype, device, readonly)
+
+
+def _check_axes(name: str, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
+    if len(strides) != len(shape) or any(extent < 0 for extent in shape):
+        raise ArgumentError(name, "extents >= 0 and one stride an axis", f"shape {shape}, strides {strides}")
 
 
 @cache  # numpy builds dtype.name anew on every access: 1 us
@@ -436,7 +438,8 @@ def _problem(
     if len(info.shape) != len(axes):
         return f": {len(info.shape)} axes, not {len(axes)}"
     for number, (axis, extent) in enumerate(zip(axes, info.shape, strict=True)):
-        is_open = axis.name in BOUND_BY_ARRAYS and axis.name not in dims  # "num_requests+1" of extent 0
+        # Still unknown here: num_requests in "num_requests+1" of extent 0.
+        is_open = axis.name in BOUND_BY_ARRAYS and axis.name not in dims and not axis.is_bound
         wanted = axis.offset if is_open else axis.extent(dims)
         if extent < wanted or (extent > wanted and not axis.is_bound):
             at_least = ">= " if axis.is_bound or is_open else ""
@@ -504,8 +507,9 @@ def storage_extent(info: ArrayInfo) -> int:
 def overlaps(a: ArrayInfo, b: ArrayInfo) -> bool:
     """Whether two arrays share a byte of memory.
 
-    Exact: K and V interleaved in one pool do not overlap.  Where the exact answer is too much work it is True, which
-    refuses a harmless pair and never lets a harmful one through.  CUDA's addresses are unique across devices and host.
+    Exact: K and V interleaved in one pool do not overlap.  Where the exact answer is too much for numpy it is True,
+    which refuses a harmless pair and never lets a harmful one through.  CUDA's addresses are unique across devices
+    and host.
     """
     a_start, a_end = _byte_range(a)
     b_start, b_end = _byte_range(b)
@@ -514,7 +518,7 @@ def overlaps(a: ArrayInfo, b: ArrayInfo) -> bool:
     try:
         # numpy's stubs know of max_work=0 and -1 only.
         return np.shares_memory(_never_read(a), _never_read(b), max_work=OVERLAP_WORK)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
+    except (np.exceptions.TooHardError, ValueError, OverflowError):  # the latter two: beyond numpy's 2**63 bytes
         return True
 
 

@@ -72,9 +72,10 @@ class _Localiser:
             names[name] = self.translate(names[name])
         for cell, original in zip(cells, function.__closure__ or (), strict=True):
             try:
-                cell.cell_contents = self.translate(original.cell_contents)
+                content = original.cell_contents
             except ValueError:  # a variable of the factory that was never set
                 continue
+            cell.cell_contents = self.translate(content)
         made.__defaults__ = self.translate(function.__defaults__)
         made.__kwdefaults__ = {k: self.translate(v) for k, v in (function.__kwdefaults__ or {}).items()}
         made.__qualname__, made.__module__ = function.__qualname__, function.__module__

@@ -121,7 +121,7 @@ class Launch:
             self._drop_threads()
 
     def _drop_threads(self) -> None:
-        self.stopped = True  # a `finally` in a body must not wait again
+        self.stopped = True
         for thread in self.threads:
             if not thread.dead:
                 with suppress(Exception):
@@ -242,9 +242,13 @@ class Thread(greenlet):
         self.launch.order.add(self, behind_all=True)
         self._leave()
 
-    def _leave(self) -> None:
+    def must_run(self) -> None:
+        """End the thread if the launch is over: a ``finally`` of its body must neither wait nor open a barrier."""
         if self.launch.stopped:
             raise GreenletExit
+
+    def _leave(self) -> None:
+        self.must_run()
         self.launch.home.switch()
 
     def state(self) -> str:
@@ -270,6 +274,7 @@ class Barrier:
 
     def meet(self, thread: Thread, vote: int = 0) -> int:
         """Wait for the others; the sum of all votes."""
+        thread.must_run()
         self._votes += vote
         if len(self._arrived) + 1 < self.size:
             self._arrived.append(thread)
@@ -296,6 +301,7 @@ class Warp:
 
         Gives ``work(values by lane)``, computed once by the last to arrive, or the values; None for other lanes.
         """
+        thread.must_run()
         lanes = int(mask) & FULL_MASK
         if not lanes >> thread.lane & 1:
             raise ValueError(

@@ -145,11 +145,8 @@ def ballot_sync(mask: Any, predicate: Any) -> int:
 
 
 def activemask() -> Any:
-    """Lanes that have not returned.  (A GPU leaves out those that are elsewhere, which here is all others.)"""
-    me = getcurrent()
-    first = me.index - me.lane
-    alive = [not thread.dead for thread in me.block.threads[first : first + WARP]]
-    return CASTS["uint32"](sum(1 << lane for lane, is_alive in enumerate(alive) if is_alive))
+    """All lanes of the warp, as in code that has not diverged: here no two lanes are ever in the same place."""
+    return CASTS["uint32"](getcurrent().warp.present)
 
 
 # --------------------------------------------------------------------------------------------------------- memory
@@ -188,7 +185,7 @@ def _atomic(change: Callable[..., Any]) -> Twin:
 
     def atomic(array: CheckedArray, index: Any, *values: Any) -> Any:
         me = getcurrent()
-        me.interrupt()
+        me.interrupt()  # others may run before the access, and after it
         if isinstance(index, tuple):
             (index,) = index
         number = int if array.dtype.kind in "iu" else array.dtype.type
@@ -198,6 +195,7 @@ def _atomic(change: Callable[..., Any]) -> Twin:
             me.spin()  # as in a loop that waits for others
         else:
             me.launch.spins = 0
+            me.interrupt()
         return old
 
     return atomic

@@ -1,0 +1,3 @@
+"""Values of every feature against float64."""
+
+from support.basic import *  # noqa: F403

@@ -1,0 +1,181 @@
+"""Batches of draft trees as the buffers of the contract, on the host, and what float64 says about them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import ml_dtypes
+import numpy as np
+
+import nbverify as nv
+from nbverify import reference
+
+NUMPY_DTYPE = {
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+
+
+@dataclass
+class Batch:
+    """Host copies of every input buffer.  Tests change fields and send the result to a device."""
+
+    spec: nv.VerifySpec
+    q: np.ndarray
+    k_cache: np.ndarray
+    v_cache: np.ndarray | None
+    kv_indptr: np.ndarray
+    kv_indices: np.ndarray
+    qo_indptr: np.ndarray
+    out_cache_loc: np.ndarray
+    custom_mask: np.ndarray | None
+    mask_indptr: np.ndarray | None
+    k_scale: float = 1.0
+    v_scale: float | None = None
+    trees: list[np.ndarray] = field(default_factory=list)
+
+    def inputs(self) -> dict[str, np.ndarray]:
+        """The buffers that ``bind`` takes, without out and lse."""
+        names = (
+            "q", "k_cache", "v_cache", "kv_indptr", "kv_indices", "qo_indptr", "out_cache_loc",
+            "custom_mask", "mask_indptr",
+        )  # fmt: skip
+        return {n: getattr(self, n) for n in names if getattr(self, n) is not None}
+
+    @property
+    def num_tokens(self) -> int:
+        return self.q.shape[0]
+
+    def reference(self) -> tuple[np.ndarray, np.ndarray]:
+        """out and lse in float64."""
+        spec = self.spec
+        return reference.verify_attention(
+            **self.inputs(),
+            sm_scale=spec.sm_scale,
+            mask=spec.mask,
+            prefix_visible=spec.prefix_visible,
+            head_dim_v=spec.head_dim_v,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
+            score_mod=spec.score_mod,
+        )
+
+    def with_spec(self, **changes) -> Batch:
+        """The same tensors and trees under another spec; the mask buffers are made again."""
+        spec = replace(self.spec, **changes)
+        mask, indptr = mask_buffers(spec, np.diff(self.kv_indptr), self.trees)
+        return replace(self, spec=spec, custom_mask=mask, mask_indptr=indptr)
+
+
+def random_parents(rng: np.random.Generator, n: int) -> list[int]:
+    """A random tree in random listing order of its non-root nodes' siblings; parents come first."""
+    return [-1] + [int(rng.integers(0, i)) for i in range(1, n)]
+
+
+def shuffled_tree(rng: np.random.Generator, n: int) -> np.ndarray:
+    """Ancestor mask [n, n] of a random tree whose nodes are listed in any order: a parent may come after its child."""
+    mask = reference.ancestor_mask(random_parents(rng, n)) if n else np.zeros((0, 0), bool)
+    order = rng.permutation(n)
+    return mask[np.ix_(order, order)]
+
+
+def mask_buffers(spec: nv.VerifySpec, prefix_lens, trees) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """custom_mask and mask_indptr of a spec's layout; prefix columns of FULL are all visible."""
+    if not spec.mask.reads_buffer:
+        return None, None
+    parts = []
+    for c, tree in zip(prefix_lens, trees, strict=True):
+        if spec.mask is nv.Mask.FULL:
+            parts.append(reference.full_mask(max(int(c), 0), tree).astype(np.uint8).ravel())
+        elif spec.mask is nv.Mask.TREE:
+            parts.append(tree.astype(np.uint8).ravel())
+        else:
+            parts.append(reference.pack_mask(tree).ravel())
+    empty = np.zeros(0, np.uint32 if spec.mask is nv.Mask.PACKED else np.uint8)
+    indptr = np.concatenate([[0], np.cumsum([p.size for p in parts])]).astype(np.int64)
+    return np.concatenate([empty, *parts]), indptr
+
+
+def random_batch(
+    rng: np.random.Generator,
+    spec: nv.VerifySpec,
+    prefix_lens,
+    node_counts,
+    *,
+    trees=None,
+    index_dtypes=("int32", "int64", "int64", "int32", "int64"),
+    spare_slots: int = 7,
+    poison: bool = True,
+) -> Batch:
+    """Normal q, K and V in shuffled slots; every slot that no request lists is NaN (0x7F in fp8) with ``poison``.
+
+    ``index_dtypes``: of kv_indptr, kv_indices, qo_indptr, out_cache_loc, mask_indptr.
+    """
+    prefix_lens, node_counts = [int(c) for c in prefix_lens], [int(n) for n in node_counts]
+    dtype, kv_dtype = NUMPY_DTYPE[spec.dtype], NUMPY_DTYPE[spec.kv_dtype]
+    kv_indptr = np.concatenate([[0], np.cumsum(prefix_lens)])
+    qo_indptr = np.concatenate([[0], np.cumsum(node_counts)])
+    num_prefix, num_tokens = sum(max(c, 0) for c in prefix_lens), sum(max(n, 0) for n in node_counts)
+    used = num_prefix + num_tokens
+    slots = rng.permutation(used + spare_slots)[:used]
+
+    def cache(width: int) -> np.ndarray:
+        values = rng.standard_normal((used + spare_slots, spec.num_kv_heads, width)).astype(kv_dtype)
+        if poison:
+            unused = np.setdiff1d(np.arange(used + spare_slots), slots)
+            values[unused] = np.nan
+        return values
+
+    if trees is None:
+        trees = [shuffled_tree(rng, n) for n in node_counts]
+    mask, mask_indptr = mask_buffers(spec, prefix_lens, trees)
+    as_index = [np.dtype(d) for d in index_dtypes]
+    return Batch(
+        spec=spec,
+        q=rng.standard_normal((num_tokens, spec.num_q_heads, spec.head_dim_qk)).astype(dtype),
+        k_cache=cache(spec.head_dim_qk),
+        v_cache=None if spec.shared_kv else cache(spec.head_dim_v),
+        kv_indptr=kv_indptr.astype(as_index[0]),
+        kv_indices=slots[:num_prefix].astype(as_index[1]),
+        qo_indptr=qo_indptr.astype(as_index[2]),
+        out_cache_loc=slots[num_prefix:].astype(as_index[3]),
+        custom_mask=mask,
+        mask_indptr=None if mask_indptr is None else mask_indptr.astype(as_index[4]),
+        trees=list(trees),
+    )
+
+
+def assert_close(batch: Batch, out: np.ndarray, lse: np.ndarray | None, *, rows=slice(None)) -> None:
+    """Every element against float64, NaN and infinities in exactly the same places.
+
+    Bound of out.  The inputs are the same numbers, so what differs is float32 arithmetic and the final rounding.
+    A score is a sum of head_dim_qk products: relative to sum |q k| <= |q| |k|, its error is a few eps32 * sqrt(D)
+    (random signs), which moves a weight by that times itself.  Then out, a convex combination of V, moves by at most
+    2 * score_error * max |V|; the exponential, sum and division add some ulps; storing rounds by half an ulp of the
+    16-bit type, of the value itself.
+    """
+    spec = batch.spec
+    want_out, want_lse = batch.reference()
+    got = np.asarray(out, np.float64)[rows]
+    want_out, want_lse = want_out[rows], want_lse[rows]
+    eps32 = np.finfo(np.float32).eps
+    half_ulp = 2.0**-8 if spec.dtype == "bfloat16" else 2.0**-11  # of 8 and 11 significant bits
+    with np.errstate(invalid="ignore", over="ignore"):
+        q = np.abs(np.asarray(batch.q, np.float64))
+        k = np.abs(np.nan_to_num(np.asarray(batch.k_cache, np.float64), posinf=0, neginf=0))
+        q = np.nan_to_num(q, posinf=0)
+        score_bound = (
+            abs(spec.sm_scale) * batch.k_scale * np.sqrt((q**2).sum(-1).max(initial=0) * (k**2).sum(-1).max(initial=0))
+        )
+        v = k[..., : spec.head_dim_v] if batch.v_cache is None else np.abs(np.asarray(batch.v_cache, np.float64))
+        v_scale = batch.v_scale if batch.v_scale is not None else (batch.k_scale if spec.shared_kv else 1.0)
+        v_max = np.nan_to_num(v, posinf=0).max(initial=0) * v_scale
+    score_error = 4 * eps32 * (1 + score_bound)
+    # A float16 result below 2^-14 is subnormal: its absolute spacing is 2^-24.
+    atol = (2 * score_error + 16 * eps32) * v_max + (2.0**-24 if spec.dtype == "float16" else 0)
+    np.testing.assert_allclose(got, want_out, rtol=1.01 * half_ulp, atol=atol, equal_nan=True)
+    if lse is not None:
+        np.testing.assert_allclose(
+            np.asarray(lse, np.float64)[rows], want_lse, rtol=4 * eps32, atol=score_error + 8 * eps32, equal_nan=True
+        )

@@ -1,0 +1,148 @@
+"""Two devices with one face: the emulator on numpy arrays, and a GPU on CuPy arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+import nbverify as nv
+from support.batches import NUMPY_DTYPE, Batch
+
+CANARY_BYTES = 4096
+CANARY = 0xA5
+
+
+@dataclass
+class Result:
+    """What a launch wrote: out as the spec's dtype, its raw bits, and lse."""
+
+    out: np.ndarray
+    lse: np.ndarray
+
+    @property
+    def bits(self) -> bytes:
+        """For bitwise comparison of out and lse."""
+        return self.out.tobytes() + self.lse.tobytes()
+
+
+class EmulatorDevice:
+    """Kernel bodies on the CPU."""
+
+    name = "emulator"
+    is_gpu = False
+
+    def __init__(self, blocks: int = 4, seed: int = 0):
+        self.blocks, self.seed = blocks, seed
+
+    def plan(self, spec: nv.VerifySpec, **options) -> nv.VerifyPlan:
+        return nv.VerifyPlan(spec, device=nv.Emulator(self.blocks, self.seed), **options)
+
+    def upload(self, array: np.ndarray) -> np.ndarray:
+        return array.copy()
+
+    def download(self, array: np.ndarray) -> np.ndarray:
+        return array
+
+    def write(self, array: np.ndarray, values: np.ndarray) -> None:
+        """Overwrite a device array in place."""
+        array[...] = values
+
+    def raw(self, nbytes: int) -> np.ndarray:
+        """Device bytes, 256-byte aligned."""
+        storage = np.empty(nbytes + 256, np.uint8)
+        start = -storage.ctypes.data % 256
+        return storage[start : start + nbytes]
+
+
+class GpuDevice:
+    """A GPU, with CuPy arrays.  16-bit and fp8 arrays travel as raw bits: CuPy has no such dtypes."""
+
+    name = "gpu"
+    is_gpu = True
+
+    def __init__(self, ordinal: int = 0):
+        import cupy
+
+        self.cupy, self.ordinal = cupy, ordinal
+
+    def plan(self, spec: nv.VerifySpec, **options) -> nv.VerifyPlan:
+        return nv.VerifyPlan(spec, device=self.ordinal, **options)
+
+    def upload(self, array: np.ndarray):
+        return self.cupy.asarray(_raw_bits(array))
+
+    def download(self, array) -> np.ndarray:
+        return self.cupy.asnumpy(array)
+
+    def write(self, array, values: np.ndarray) -> None:
+        array.set(np.ascontiguousarray(_raw_bits(np.asarray(values))))
+
+    def raw(self, nbytes: int):
+        return self.cupy.empty(nbytes, self.cupy.uint8)
+
+
+def _raw_bits(array: np.ndarray) -> np.ndarray:
+    if array.dtype in (NUMPY_DTYPE["bfloat16"], NUMPY_DTYPE["float16"]):
+        return array.view(np.uint16)
+    if array.dtype == NUMPY_DTYPE["float8_e4m3fn"]:
+        return array.view(np.uint8)
+    return array
+
+
+class Guarded:
+    """A device array with 4 KiB of canary bytes after it."""
+
+    def __init__(self, dev, shape, dtype: np.dtype, fill_byte: int = 0xFF):
+        self._dev = dev
+        self.nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        self._storage = dev.raw(self.nbytes + CANARY_BYTES)
+        contents = np.full(self.nbytes + CANARY_BYTES, CANARY, np.uint8)
+        contents[: self.nbytes] = fill_byte  # 0xFF: NaN in every float type here
+        dev.write(self._storage, contents)
+        self.array = self._storage[: self.nbytes].view(_raw_bits(np.empty(0, dtype)).dtype).reshape(shape)
+        self._dtype = dtype
+
+    def check(self) -> None:
+        tail = self._dev.download(self._storage)[self.nbytes :]
+        assert (tail == CANARY).all(), "bytes past the end of the array were overwritten"
+
+    def numpy(self) -> np.ndarray:
+        return np.ascontiguousarray(self._dev.download(self.array)).view(self._dtype)
+
+
+class BoundBatch:
+    """A batch on a device, bound to a plan; ``run()`` launches and returns what was written."""
+
+    def __init__(self, dev, plan: nv.VerifyPlan, batch: Batch, *, with_lse: bool = True, extra_rows: int = 2):
+        spec = batch.spec
+        self.dev, self.plan, self.batch = dev, plan, batch
+        self.arrays = {name: dev.upload(a) for name, a in batch.inputs().items()}
+        rows = batch.num_tokens
+        self._out = Guarded(dev, (rows, spec.num_q_heads, spec.head_dim_v), NUMPY_DTYPE[spec.dtype])
+        self._lse = Guarded(dev, (rows, spec.num_q_heads), np.dtype(np.float32))
+        self.arrays["out"] = self._out.array
+        if with_lse:
+            self.arrays["lse"] = self._lse.array
+        self.bound = plan.bind(**self.arrays, k_scale=batch.k_scale, v_scale=batch.v_scale)
+
+    def run(self, stream=None) -> Result:
+        self.bound.launch(stream)
+        return self.result()
+
+    def result(self) -> Result:
+        """What stands in out and lse now; checks the canaries."""
+        self._out.check()
+        self._lse.check()
+        return Result(self._out.numpy(), self._lse.numpy())
+
+    def poison(self) -> None:
+        """Fill out and lse with NaN again."""
+        self.dev.write(self._out.array, np.full(self._out.array.shape, 0xFFFF, np.uint16))
+        self.dev.write(self._lse.array, np.full(self._lse.array.shape, np.nan, np.float32))
+
+
+def run(dev, batch: Batch, *, max_blocks: int | None = None, shared_limit: int | None = None, **bind_options) -> Result:
+    """Plan, bind, launch once."""
+    plan = dev.plan(batch.spec, max_blocks=max_blocks, shared_limit=shared_limit)
+    return BoundBatch(dev, plan, batch, **bind_options).run()
