@@ -31,11 +31,12 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import CodeType
 
 from nbverify import contract
 from nbverify.contract import Parameter
 from nbverify.errors import ArgumentError, CompileError
-from nbverify.kernels.geometry import simt_geometry
+from nbverify.kernels.geometry import simt_geometry, steps
 from nbverify.spec import VerifySpec
 
 OVERRIDE = "NUMBA_FORCE_CUDA_CC"
@@ -85,6 +86,7 @@ class CompiledKernel:
     name: str
     target: str
     parameters: tuple[Parameter, ...]  # what it was compiled for; the launcher compares them with the contract
+    ptx: str
     cubin: bytes
     cooperative: bool
     resources: Resources
@@ -111,7 +113,7 @@ def target_of(cc: str | tuple | None) -> Target:
     return Target(major, minor, "a" if (major, minor) >= (9, 0) else "")
 
 
-def _parse_cc(cc: str | tuple) -> tuple[int, int]:
+def _parse_cc(cc: object) -> tuple[int, int]:
     if isinstance(cc, str):
         match = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)a?", cc)
         if match:
@@ -128,37 +130,29 @@ def compile_spec(
 
     With ``debug`` the input checks come first.  ``progress`` is called with a line of text before each long step.
     """
-    kernels: tuple[CompiledKernel, ...] = ()
-    for program in (("check",) if debug else ()) + ("verify",):
-        path = cache_directory() / f"{_cache_key(program, spec, target)}.json"
-        found = _read_cached(path, spec)
-        if found is None:
-            with _compile_lock:
-                found = _read_cached(path, spec)  # another thread may have made it while this one waited
-                if found is None:
-                    found = _compile_program(program, spec, target, progress)
-                    _write_cached(path, found)
-        kernels += found
+    path = cache_directory() / f"{_cache_key(spec, target, debug)}.json"
+    kernels = _read_cached(path)
+    if kernels is None:
+        with _compile_lock:
+            kernels = _read_cached(path)  # another thread may have made it while this one waited
+            if kernels is None:
+                kernels = _compile_now(spec, target, debug, progress)
+                _write_cached(path, kernels)
     return kernels
 
 
-def _compile_program(
-    program: str, spec: VerifySpec, target: Target, progress: Callable[[str], None] | None
+def _compile_now(
+    spec: VerifySpec, target: Target, debug: bool, progress: Callable[[str], None] | None
 ) -> tuple[CompiledKernel, ...]:
+    from nbverify.kernels.bodies import make_bodies
+
     geometry = simt_geometry(spec)
-    if program == "check":
-        from nbverify.kernels import check
-
-        bodies, threads = check.make_bodies(spec), check.THREADS
-    else:
-        from nbverify.kernels import simt
-
-        bodies, threads = simt.make_bodies(spec, geometry), geometry.threads
     kernels = []
-    for body in bodies:
+    bodies = make_bodies(spec, geometry, debug=debug)
+    for body, step in zip(bodies, steps(spec, geometry, debug=debug), strict=True):
         if progress:
             progress(f"compiling {body.__name__} for {target.name}")
-        kernels.append(compile_body(body, contract.parameters(spec), target, max_threads=threads))
+        kernels.append(compile_body(body, contract.parameters(spec), target, max_threads=step.threads))
     return tuple(kernels)
 
 
@@ -181,7 +175,7 @@ def compile_body(
     ptx = ptx.replace(mangled[1], name)
     check_parameter_block(name, ptx, parameters)
     cubin, log = _link(ptx, target, needs_cudadevrt=cooperative)
-    return CompiledKernel(name, target.name, parameters, cubin, cooperative, _resources(name, log, ptx))
+    return CompiledKernel(name, target.name, parameters, ptx, cubin, cooperative, _resources(name, log, ptx))
 
 
 def check_parameter_block(name: str, ptx: str, parameters: tuple[Parameter, ...]) -> None:
@@ -282,15 +276,25 @@ def cache_directory() -> Path:
 
 @cache
 def source_hash() -> str:
-    """Hash of everything that decides what a kernel computes: kernels/, reduce/, the contract and this file.
+    """Hash of the kernel sources: kernels/, reduce/ and the contract.
 
     Benchmark results carry it, so that anyone sees whether a figure belongs to the code.
     """
     root = Path(__file__).parent
+    return _hash_files([root / "contract.py", *root.glob("kernels/*.py"), *root.glob("reduce/*.py")])
+
+
+@cache
+def _build_hash() -> str:
+    """Hash of what else a cubin depends on: how it is built, and constants that kernels import."""
+    root = Path(__file__).parent
+    return _hash_files([root / "compile.py", root / "spec.py", root / "findings.py"])
+
+
+def _hash_files(paths: list[Path]) -> str:
     digest = hashlib.sha256()
-    files = [root / "contract.py", root / "compile.py", *root.glob("kernels/*.py"), *root.glob("reduce/*.py")]
-    for path in sorted(files):
-        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted(paths):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
@@ -304,8 +308,16 @@ def toolkit_versions() -> dict[str, str]:
     return found
 
 
-def _cache_key(program: str, spec: VerifySpec, target: Target) -> str:
-    parts = (program, source_hash(), spec.compile_key, describe_function(spec.score_mod), target.name, toolkit_versions())
+def _cache_key(spec: VerifySpec, target: Target, debug: bool) -> str:
+    parts = (
+        source_hash(),
+        _build_hash(),
+        spec.compile_key,
+        describe_function(spec.score_mod),
+        debug,
+        target.name,
+        toolkit_versions(),
+    )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -315,7 +327,7 @@ def describe_function(function: Callable | None) -> tuple | None:
         return None
     code = function.__code__
     cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-    names = tuple((n, function.__globals__[n]) for n in _global_names(code) if n in function.__globals__)
+    names = tuple((n, function.__globals__[n]) for n in code.co_names if n in function.__globals__)
     captured = []
     for name, value in [*zip(code.co_freevars, cells, strict=True), *names]:
         inner = getattr(value, "py_func", value)
@@ -323,12 +335,8 @@ def describe_function(function: Callable | None) -> tuple | None:
     return (code.co_code, _describe_constants(code), tuple(captured))
 
 
-def _global_names(code) -> tuple[str, ...]:
-    return code.co_names
-
-
-def _describe_constants(code) -> tuple:
-    return tuple(_describe_constants(c) if hasattr(c, "co_code") else repr(c) for c in code.co_consts)
+def _describe_constants(code: CodeType) -> tuple:
+    return tuple(_describe_constants(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts)
 
 
 def _write_cached(path: Path, kernels: tuple[CompiledKernel, ...]) -> None:
@@ -347,7 +355,7 @@ def _write_cached(path: Path, kernels: tuple[CompiledKernel, ...]) -> None:
         return  # a read-only home: the next process compiles again
 
 
-def _read_cached(path: Path, spec: VerifySpec) -> tuple[CompiledKernel, ...] | None:
+def _read_cached(path: Path) -> tuple[CompiledKernel, ...] | None:
     try:
         record = json.loads(path.read_text())
         kernels = []

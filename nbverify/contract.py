@@ -116,6 +116,7 @@ SCALARS: tuple[Scalar, ...] = (
     Scalar("v_scale", "float32", "factor of the output, applied once, at the end"),
 )
 
+BUFFER: dict[str, Buffer] = {b.name: b for b in BUFFERS}
 CALLER_BUFFERS: tuple[str, ...] = tuple(b.name for b in BUFFERS if b.kind not in ("scratch", "findings"))
 
 
@@ -159,7 +160,9 @@ def alignment_bytes(buffer: Buffer, spec: VerifySpec) -> int:
     """Alignment of the pointer and, in bytes, of every free stride."""
     if buffer.kind == "rows":
         return ROW_ALIGNMENT_BYTES
-    return {"index": 4, "mask": 4 if spec.mask is Mask.PACKED else 1, "float": 4, "scratch": 16, "findings": 8}[buffer.kind]
+    return {"index": 4, "mask": 4 if spec.mask is Mask.PACKED else 1, "float": 4, "scratch": 16, "findings": 8}[
+        buffer.kind
+    ]
 
 
 def dims_of(spec: VerifySpec) -> dict[str, int]:

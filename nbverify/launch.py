@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -24,14 +25,14 @@ _CTYPES = {"int64": ctypes.c_int64, "float32": ctypes.c_float}
 TWO_LAUNCH_HINT = 'ask for VerifySpec(reduction="two_launch"), which needs no cooperative launch'
 
 
-def driver():
+def driver() -> Any:
     """The binding module, imported on first use."""
     from cuda.bindings import driver as module
 
     return module
 
 
-def call(what: str, result: tuple):
+def call(what: str, result: tuple) -> Any:
     """The value of a driver call's result tuple; DriverError with its name, code and text if it failed."""
     code = result[0]
     if int(code) != 0:
@@ -39,10 +40,10 @@ def call(what: str, result: tuple):
     return result[1] if len(result) == 2 else result[1:]
 
 
-def describe_error(code: object) -> str:
+def describe_error(code: Any) -> str:
     """``CUDA_ERROR_X (n): text``."""
     _, text = driver().cuGetErrorString(code)
-    return f"{getattr(code, 'name', code)} ({int(code)}): {text.decode() if text else 'no text'}"  # type: ignore[call-overload]
+    return f"{getattr(code, 'name', code)} ({int(code)}): {text.decode() if text else 'no text'}"
 
 
 class Device:
@@ -76,7 +77,7 @@ class Device:
             return 0
         return int(call("cuCtxGetDevice", drv.cuCtxGetDevice()))
 
-    def attribute(self, which) -> int:
+    def attribute(self, which: Any) -> int:
         """A device attribute."""
         return call("cuDeviceGetAttribute", driver().cuDeviceGetAttribute(which, self.handle))
 
@@ -127,7 +128,7 @@ class DeviceBuffer:
             try:
                 with self.device:
                     driver().cuMemFree(self.pointer)
-            except Exception:  # noqa: S110  # at interpreter exit the driver may be gone already
+            except Exception:  # at interpreter exit the driver may be gone already
                 pass
 
 
@@ -150,9 +151,9 @@ class LoadedKernel:
             # The CUfunction of this context: module load and everything lazy happens here, not in a stream capture.
             self.function = call("cuKernelGetFunction", drv.cuKernelGetFunction(kernel))
             call("cuFuncLoad", drv.cuFuncLoad(self.function))
-            static = compiled.resources.static_shared_bytes
             call(
-                f"opting in to {shared_bytes} bytes of dynamic shared memory (static: {static}, limit: {device.shared_limit})",
+                f"opting in to {shared_bytes} bytes of dynamic shared memory of {device.shared_limit}, "
+                f"{compiled.resources.static_shared_bytes} being static",
                 drv.cuFuncSetAttribute(
                     self.function,
                     drv.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
@@ -173,7 +174,7 @@ class LoadedKernel:
             try:
                 with self.device:
                     driver().cuLibraryUnload(self.library)
-            except Exception:  # noqa: S110  # as above
+            except Exception:  # as above
                 pass
 
 
@@ -255,7 +256,7 @@ class Launcher:
             if code:
                 raise DriverError(self._explain(code, compiled))
 
-    def _explain(self, code: object, compiled: CompiledKernel) -> str:
+    def _explain(self, code: Any, compiled: CompiledKernel) -> str:
         drv, text = driver(), f"launching {compiled.name}: {describe_error(code)}"
         if code in (drv.CUresult.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE, drv.CUresult.CUDA_ERROR_NOT_SUPPORTED):
             return f"{text}; {TWO_LAUNCH_HINT}"

@@ -202,7 +202,9 @@ class VerifySpec:
         if self.max_nodes * self.group > INT32_MAX:
             raise ArgumentError("max_nodes", f"max_nodes * group({self.group}) <= {INT32_MAX}", self.max_nodes)
         if self.max_kv_len < self.max_nodes:
-            raise ArgumentError("max_kv_len", f">= max_nodes={self.max_nodes} (it bounds prefix + nodes)", self.max_kv_len)
+            raise ArgumentError(
+                "max_kv_len", f">= max_nodes={self.max_nodes} (it bounds prefix + nodes)", self.max_kv_len
+            )
         if isinstance(self.sm_scale, bool) or not isinstance(self.sm_scale, (int, float)):
             raise ArgumentError("sm_scale", "a float", repr(self.sm_scale))
         if not math.isfinite(self.sm_scale):
@@ -218,12 +220,16 @@ class VerifySpec:
         if not isinstance(self.prefix_visible, bool):
             raise ArgumentError("prefix_visible", "a bool", repr(self.prefix_visible))
         if not self.prefix_visible and self.mask is not Mask.FULL:
-            raise ArgumentError("prefix_visible", f"True with mask={self.mask.value!r}: only FULL has prefix bytes", False)
+            raise ArgumentError(
+                "prefix_visible", f"True with mask={self.mask.value!r}: only FULL has prefix bytes", False
+            )
         _check_choice("split", self.split, SPLITS)
         _check_choice("reduction", self.reduction, REDUCTIONS)
         _check_choice("kernel", self.kernel, KERNELS)
         if self.score_mod is not None and not hasattr(self.score_mod, "__code__"):
-            raise ArgumentError("score_mod", "a plain Python function (score, request, head, node, key)", repr(self.score_mod))
+            raise ArgumentError(
+                "score_mod", "a plain Python function (score, request, head, node, key)", repr(self.score_mod)
+            )
         if self.score_mod is not None and self.score_mod.__code__.co_argcount != 5:
             raise ArgumentError(
                 "score_mod", "5 parameters (score, request, head, node, key)", self.score_mod.__code__.co_argcount

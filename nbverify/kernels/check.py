@@ -8,7 +8,7 @@ launches until ``plan.check()`` reads and clears it.
 
 from numba import cuda, int64
 
-from nbverify.check_names import (
+from nbverify.findings import (
     CHECK_KV_INDICES,
     CHECK_KV_INDPTR,
     CHECK_KV_LEN,
@@ -17,10 +17,9 @@ from nbverify.check_names import (
     CHECK_OUT_CACHE_LOC,
     CHECK_QO_INDPTR,
 )
+from nbverify.kernels.geometry import CHECK_THREADS
 from nbverify.kernels.indices import index_count, load_index
 from nbverify.spec import Mask
-
-THREADS = 256
 
 
 @cuda.jit(device=True)
@@ -42,7 +41,7 @@ def make_bodies(spec):
     def check_slots(args, array, words, check, begin, count, second_pass):
         """Entries [begin, begin + count) of an index buffer are rows of the pool."""
         end = min(begin + count, index_count(array, words))
-        for i in range(max(begin, int64(0)) + cuda.threadIdx.x, end, THREADS):
+        for i in range(max(begin, int64(0)) + cuda.threadIdx.x, end, CHECK_THREADS):
             slot = load_index(array, words, i)
             if slot < 0 or slot >= args.num_slots:
                 note(args.findings, check, i, slot, second_pass)
@@ -85,11 +84,17 @@ def make_bodies(spec):
                 prefix_len = load_index(args.kv_indptr, args.kv_indptr_words, b + 1) - prefix_start
                 token_start = load_index(args.qo_indptr, args.qo_indptr_words, b)
                 num_nodes = load_index(args.qo_indptr, args.qo_indptr_words, b + 1) - token_start
-                if b % THREADS == cuda.threadIdx.x:
+                if b % CHECK_THREADS == cuda.threadIdx.x:
                     check_lengths(args, b, prefix_start, prefix_len, token_start, num_nodes, second_pass)
                 if num_nodes > 0 and prefix_len >= 0:
                     check_slots(
-                        args, args.kv_indices, args.kv_indices_words, CHECK_KV_INDICES, prefix_start, prefix_len, second_pass
+                        args,
+                        args.kv_indices,
+                        args.kv_indices_words,
+                        CHECK_KV_INDICES,
+                        prefix_start,
+                        prefix_len,
+                        second_pass,
                     )
                     check_slots(
                         args, args.out_cache_loc, args.out_cache_loc_words, CHECK_OUT_CACHE_LOC, token_start, num_nodes,

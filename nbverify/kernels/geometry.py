@@ -19,6 +19,8 @@ SIMT_WARPS = 4
 SIMT_ROWS_PER_WARP = 4
 SIMT_KEYS_PER_TILE = WARP
 
+CHECK_THREADS = 256  # the input checks of debug=True: one block
+
 # split="fixed": a chunk shorter than 8 tiles costs more in partials (written and read once, float32) than its keys.
 MIN_CHUNK_TILES = 8
 # split="fixed": one request alone should give about this many chunks, enough for every SM of the largest GPU twice.
@@ -98,6 +100,30 @@ def simt_geometry(spec: VerifySpec) -> SimtGeometry:
         weights_offset=weights_offset,
         o_offset=o_offset,
         table_offset=table_offset,
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel of a launch."""
+
+    body: str  # name of the body
+    threads: int
+    shared_bytes: int  # dynamic
+    one_block: bool  # else the plan's grid
+
+
+def steps(spec: VerifySpec, geometry: SimtGeometry, *, debug: bool) -> tuple[Step, ...]:
+    """The kernels of a launch, in order; ``kernels.bodies.make_bodies`` makes their bodies in the same order."""
+    walk = geometry.shared_bytes(spec.max_requests)
+    merge = geometry.merge_shared_bytes(spec.max_requests)
+    check = (Step("check", CHECK_THREADS, 0, True),) if debug else ()
+    if spec.reduction == "grid_sync":
+        return (*check, Step("verify", geometry.threads, walk, False))
+    return (
+        *check,
+        Step("verify_split", geometry.threads, walk, False),
+        Step("verify_merge", geometry.threads, merge, False),
     )
 
 

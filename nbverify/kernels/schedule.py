@@ -39,7 +39,7 @@ FULL_WARP = 0xFFFFFFFF
 class Request(NamedTuple):
     """One request's lengths, clamped."""
 
-    index: int
+    number: int  # b
     prefix_start: int  # first entry in kv_indices
     prefix_len: int  # c
     token_start: int  # first row of q and out, first entry in out_cache_loc
@@ -60,12 +60,12 @@ class Segment(NamedTuple):
 
 
 class UnitPartials(NamedTuple):
-    """Where the partial states of a row unit lie; count 1 means that it was written directly."""
+    """Where the partial states of a row unit lie; one means that it was written directly."""
 
     request: int
     unit: int
     first_slot: int
-    count: int
+    num_states: int
 
 
 @cuda.jit(device=True)

@@ -108,12 +108,12 @@ def make_split_phase(spec, geometry, schedule):
         node, head = row // group, kv_head * group + row % group
         if not visible(args, mask_start, request, node, key):
             return NEG_INF, False
-        score = change_score(score * args.score_scale, request.index, head, node, key)
+        score = change_score(score * args.score_scale, request.number, head, node, key)
         return score * LOG2_E, True
 
     @cuda.jit(device=True)
     def add_values(v_tile, weights, o_tile, warp_row, factors):
-        """``o = o * factor + P @ V`` for the warp's rows; a lane owns the columns (2 w, 2 w + 1), w = lane, lane + 32.."""
+        """``o = o * factor + P @ V`` for the warp's rows; a lane owns columns 2 w and 2 w + 1, w = lane, lane + 32.."""
         even, odd = cuda.local.array(rows_per_warp, float32), cuda.local.array(rows_per_warp, float32)
         for word in range(cuda.threadIdx.x % WARP, v_words, WARP):
             for r in range(rows_per_warp):
@@ -191,7 +191,14 @@ def make_split_phase(spec, geometry, schedule):
                 dot_products(q_tile, k_tile, warp_row, scores)
                 for r in range(rows_per_warp):
                     score, seen = mask_and_modify(
-                        args, request, kv_head, mask_start, first_row + warp_row + r, num_rows, first_key + lane, scores[r]
+                        args,
+                        request,
+                        kv_head,
+                        mask_start,
+                        first_row + warp_row + r,
+                        num_rows,
+                        first_key + lane,
+                        scores[r],
                     )
                     maximum = max(maxima[r], warp_max(score))
                     p = weight(score, maximum)

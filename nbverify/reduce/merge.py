@@ -42,14 +42,14 @@ def make_merge_phase(spec, geometry, schedule):
         unit_row = partials.unit // num_kv_heads * rows_per_tile + row
         if unit_row < request.num_nodes * group:
             maximum = NEG_INF
-            for s in range(lane, partials.count, WARP):
+            for s in range(lane, partials.num_states, WARP):
                 maximum = max(maximum, args.partial_ml[2 * ((partials.first_slot + s) * rows_per_tile + row)])
             maximum = warp_max(maximum)
 
             word = part * WARP + lane
             column = min(word, v_words - 1) * 2  # lanes past the last column read a valid one and write nothing
             total, even, odd = ZERO, ZERO, ZERO
-            for s in range(partials.count):
+            for s in range(partials.num_states):
                 slot_row = (partials.first_slot + s) * rows_per_tile + row
                 w = weight(args.partial_ml[2 * slot_row], maximum)
                 total = cuda.fma(w, args.partial_ml[2 * slot_row + 1], total)
@@ -72,7 +72,7 @@ def make_merge_phase(spec, geometry, schedule):
         worker = int64(cuda.blockIdx.x) * warps + cuda.threadIdx.x // WARP
         for work in range(worker, num_units * work_per_unit, int64(cuda.gridDim.x) * warps):
             partials = unit_partials(args, table, work // work_per_unit)
-            if partials.count > 1:
+            if partials.num_states > 1:
                 merge_row(args, partials, work % work_per_unit // column_parts, work % column_parts)
 
     return merge_phase

@@ -1,0 +1,259 @@
+"""Where a plan runs: on a GPU through the driver, or in the emulator.  Two classes with the same moments.
+
+load       the kernels of the spec, and from them the largest grid
+allocate   the workspace, filled with NaN: no result may depend on what stands in it
+bind       the fields of ``args`` (contract.py) for one set of buffers -> something that can be called
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from nbverify import arrays, compile, contract, launch
+from nbverify.arrays import ArrayInfo
+from nbverify.compile import CompiledKernel, Target
+from nbverify.emulator import Emulator
+from nbverify.errors import ArgumentError, DriverError
+from nbverify.findings import NOTHING_FOUND
+from nbverify.kernels import geometry as geo
+from nbverify.kernels.geometry import SimtGeometry
+from nbverify.spec import VerifySpec
+
+EMULATOR_SHARED_LIMIT = 232_448  # of sm_90; ``shared_limit`` plays a smaller device
+ALL_BITS = 0xFF  # NaN in every float format
+
+
+class BoundCall(Protocol):
+    """A launch whose parameters are packed."""
+
+    def __call__(self, stream: int) -> None:
+        """Launch."""
+
+    def set_array(self, name: str, info: ArrayInfo, array: Any) -> None:
+        """Another address for a buffer."""
+
+
+class GpuBackend:
+    """Compile, load, allocate and launch on a GPU."""
+
+    def __init__(self, ordinal: Any, spec: VerifySpec, geometry: SimtGeometry, debug: bool):
+        self.device = launch.Device(ordinal)
+        self.name = self.device.name
+        self.shared_limit = self.device.shared_limit
+        self._spec, self._geometry, self._debug = spec, geometry, debug
+        if spec.reduction == "grid_sync" and not self.device.cooperative:
+            raise DriverError(f"{self.name} does not support cooperative launches; {launch.TWO_LAUNCH_HINT}")
+
+    def load(self) -> None:
+        """Compile or take from the cache, load, and ask for the occupancy of the kernel that walks the keys."""
+        override = os.environ.get(compile.OVERRIDE)
+        target = compile.target_of(None if override else self.device.cc)
+        self.target = target.name
+        self.compiled = _compile_with_status(self._spec, target, self._debug)
+        self._steps = geo.steps(self._spec, self._geometry, debug=self._debug)
+        self._kernels = [
+            launch.LoadedKernel(self.device, compiled, threads=step.threads, shared_bytes=step.shared_bytes)
+            for compiled, step in zip(self.compiled, self._steps, strict=True)
+        ]
+        walker = next(k for k, step in zip(self._kernels, self._steps, strict=True) if not step.one_block)
+        self.blocks_per_sm = walker.blocks_per_sm()
+        self.max_blocks = self.blocks_per_sm * self.device.num_sms
+        if self.max_blocks < 1:
+            raise DriverError(
+                f"{walker.compiled.name}: no block of {walker.threads} threads with {walker.shared_bytes} bytes of "
+                f"shared memory fits an SM of {self.name}"
+            )
+
+    def allocate(self, grid: int) -> None:
+        """Partial states, and the findings of ``debug``."""
+        self._grids = [1 if step.one_block else grid for step in self._steps]
+        rows = geo.num_partials(self._spec, self._geometry, grid) * self._geometry.rows_per_tile
+        self._workspace = {
+            "partial_o": launch.DeviceBuffer(self.device, 4 * rows * self._spec.head_dim_v, fill=ALL_BITS),
+            "partial_ml": launch.DeviceBuffer(self.device, 4 * rows * 2, fill=ALL_BITS),
+        }
+        if self._debug:
+            self._workspace["findings"] = launch.DeviceBuffer(self.device, NOTHING_FOUND.nbytes)
+            self._workspace["findings"].write(NOTHING_FOUND.tobytes())
+
+    def check_device(self, name: str, info: ArrayInfo) -> None:
+        """Refuse an array of another GPU."""
+        if info.device is not None and info.device != self.device.ordinal:
+            raise ArgumentError(name, f"an array on device {self.device.ordinal}, the plan's", f"device {info.device}")
+
+    def bind(self, infos: dict[str, ArrayInfo], values: dict[str, Any], scalars: dict[str, float]) -> BoundCall:
+        """Pack a parameter block."""
+        block = launch.ParameterBlock(contract.parameters(self._spec))
+        for buffer in contract.BUFFERS:
+            storage = contract.storage_dtype(buffer, self._spec)
+            itemsize = arrays.ITEMSIZE[storage]
+            info, own = infos.get(buffer.name), self._workspace.get(buffer.name)
+            if info is not None:
+                block.set_array(buffer.name, info.pointer, storage_extent(info, storage), itemsize)
+            elif own is not None:
+                block.set_array(buffer.name, own.pointer, own.num_bytes // itemsize, itemsize)
+            else:
+                block.set_array(buffer.name, 0, 0, itemsize)
+            for field, value in layout_fields(buffer, info).items():
+                block.set_scalar(field, "int64", value)
+        for scalar in contract.SCALARS:
+            block.set_scalar(scalar.name, scalar.dtype, scalars[scalar.name])
+        return _GpuCall(launch.Launcher(self._kernels, self._grids, block), block, self._workspace)
+
+    def read_index(self, info: ArrayInfo) -> np.ndarray:
+        """An index buffer on the host, after everything queued on the device."""
+        return self.device.read_index(info)
+
+    def take_findings(self) -> np.ndarray:
+        """Findings so far, int64 [checks, 3]; clears them."""
+        buffer = self._workspace["findings"]
+        found = np.frombuffer(buffer.read(), np.int64).reshape(NOTHING_FOUND.shape)
+        buffer.write(NOTHING_FOUND.tobytes())
+        return found
+
+
+class _GpuCall:
+    """A parameter block and its launch; it keeps the plan's workspace alive."""
+
+    def __init__(self, launcher: launch.Launcher, block: launch.ParameterBlock, workspace: dict):
+        self._launcher, self._block, self._workspace = launcher, block, workspace
+
+    def __call__(self, stream: int) -> None:
+        self._launcher(stream)
+
+    def set_array(self, name: str, info: ArrayInfo, array: Any) -> None:
+        self._block.set_pointer(name, info.pointer)
+
+
+class EmulatorBackend:
+    """The same on the CPU."""
+
+    blocks_per_sm = 1
+    target = "emulator"
+    compiled: tuple[CompiledKernel, ...] = ()
+
+    def __init__(self, emulator: Emulator, spec: VerifySpec, geometry: SimtGeometry, debug: bool):
+        self._emulator, self._spec, self._geometry, self._debug = emulator, spec, geometry, debug
+        self.shared_limit = EMULATOR_SHARED_LIMIT
+        self.max_blocks = emulator.blocks
+        self.name = f"emulator of {emulator.blocks} blocks, seed {emulator.seed}"
+
+    def load(self) -> None:
+        """The bodies themselves."""
+        from nbverify.kernels.bodies import make_bodies
+
+        self._bodies = make_bodies(self._spec, self._geometry, debug=self._debug)
+        self._steps = geo.steps(self._spec, self._geometry, debug=self._debug)
+
+    def allocate(self, grid: int) -> None:
+        """As for a GPU."""
+        self._grid = grid
+        rows = geo.num_partials(self._spec, self._geometry, grid) * self._geometry.rows_per_tile
+        self._workspace: dict[str, np.ndarray] = {
+            "partial_o": np.full(rows * self._spec.head_dim_v, np.nan, np.float32),
+            "partial_ml": np.full(rows * 2, np.nan, np.float32),
+        }
+        if self._debug:
+            self._workspace["findings"] = NOTHING_FOUND.flatten()
+
+    def check_device(self, name: str, info: ArrayInfo) -> None:
+        """Host memory has no device."""
+
+    def bind(self, infos: dict[str, ArrayInfo], values: dict[str, Any], scalars: dict[str, float]) -> BoundCall:
+        """The fields of ``args``, by name."""
+        fields: dict[str, Any] = {}
+        for buffer in contract.BUFFERS:
+            storage = contract.storage_dtype(buffer, self._spec)
+            info = infos.get(buffer.name)
+            if info is not None:
+                fields[buffer.name] = flat_storage(values[buffer.name], info, storage)
+            else:
+                fields[buffer.name] = self._workspace.get(buffer.name, np.empty(0, storage))
+            fields.update(layout_fields(buffer, info))
+        for scalar in contract.SCALARS:
+            value = scalars[scalar.name]
+            fields[scalar.name] = np.float32(value) if scalar.dtype == "float32" else int(value)
+        return _EmulatorCall(self, fields)
+
+    def run(self, fields: dict[str, Any]) -> None:
+        """All kernels, in order."""
+        args = contract.args_class()(**fields)
+        for body, step in zip(self._bodies, self._steps, strict=True):
+            self._emulator.launch(
+                body,
+                args,
+                grid=1 if step.one_block else self._grid,
+                block=step.threads,
+                shared_bytes=step.shared_bytes,
+                name=step.body,
+            )
+
+    def storage_of(self, name: str) -> str:
+        """Storage dtype of a buffer of this spec."""
+        return contract.storage_dtype(contract.BUFFER[name], self._spec)
+
+    def read_index(self, info: ArrayInfo) -> np.ndarray:
+        """An index buffer as int64."""
+        ctype = ctypes.c_int64 if info.dtype == "int64" else ctypes.c_int32
+        return np.array((ctype * info.shape[0]).from_address(info.pointer), np.int64)
+
+    def take_findings(self) -> np.ndarray:
+        """Findings so far; clears them."""
+        findings = self._workspace["findings"]
+        found = findings.reshape(NOTHING_FOUND.shape).copy()
+        findings[:] = NOTHING_FOUND.reshape(-1)
+        return found
+
+
+class _EmulatorCall:
+    """The fields of ``args``, and the backend that runs on them."""
+
+    def __init__(self, backend: EmulatorBackend, fields: dict[str, Any]):
+        self._backend, self._fields = backend, fields
+
+    def __call__(self, stream: int) -> None:
+        self._backend.run(self._fields)
+
+    def set_array(self, name: str, info: ArrayInfo, array: Any) -> None:
+        self._fields[name] = flat_storage(array, info, self._backend.storage_of(name))
+
+
+def layout_fields(buffer: contract.Buffer, info: ArrayInfo | None) -> dict[str, int]:
+    """Values of the fields that follow a buffer in ``args``: its free strides, or its index width in words."""
+    if buffer.kind == "index":
+        return {f"{buffer.name}_words": 2 if info is not None and info.dtype == "int64" else 1}
+    strides = info.strides if info is not None else (0,) * len(buffer.free_strides)
+    return {f"{buffer.name}_stride_{axis}": s for axis, s in zip(buffer.free_strides, strides, strict=False)}
+
+
+def storage_extent(info: ArrayInfo, storage: str) -> int:
+    """Elements, of the storage dtype, of the flat array that a kernel sees."""
+    return arrays.storage_extent(info) * arrays.ITEMSIZE[info.dtype] // arrays.ITEMSIZE[storage]
+
+
+def flat_storage(array: np.ndarray, info: ArrayInfo, storage: str) -> np.ndarray:
+    """The storage of a host array as a flat array of raw bits that shares its memory."""
+    extent = storage_extent(info, storage)
+    if extent == 0:
+        return np.empty(0, storage)
+    first = array[(0,) * (array.ndim - 1)][:1].view(np.uint8)
+    num_bytes = extent * arrays.ITEMSIZE[storage]
+    writeable = bool(array.flags.writeable)
+    return np.lib.stride_tricks.as_strided(first, (num_bytes,), (1,), writeable=writeable).view(storage)
+
+
+def _compile_with_status(spec: VerifySpec, target: Target, debug: bool) -> tuple[CompiledKernel, ...]:
+    """Compile, with a line on a terminal while it lasts: a cold compilation takes several seconds."""
+    if not sys.stderr.isatty():
+        return compile.compile_spec(spec, target, debug=debug)
+    from rich.console import Console
+
+    with Console(stderr=True).status("nbverify") as status:
+        show: Callable[[str], None] = lambda text: status.update(f"nbverify: {text}")  # noqa: E731
+        return compile.compile_spec(spec, target, debug=debug, progress=show)

@@ -1,0 +1,41 @@
+"""What the checks of a ``debug=True`` plan find: shared by the kernel that notes it and the plan that reports it.
+
+The device buffer is int64 ``[checks, 3]``: how often a check failed, the smallest position at which it did (an index
+into the buffer that the check is about), and the value that stands there.
+"""
+
+import numpy as np
+
+(
+    CHECK_KV_INDPTR,
+    CHECK_KV_LEN,
+    CHECK_QO_INDPTR,
+    CHECK_NODES,
+    CHECK_KV_INDICES,
+    CHECK_OUT_CACHE_LOC,
+    CHECK_MASK_INDPTR,
+) = range(7)
+
+# check -> (buffer that the position indexes, what was expected there, what the value is)
+CHECKS: dict[int, tuple[str, str, str]] = {
+    CHECK_KV_INDPTR: ("kv_indptr", "an entry range inside kv_indices ({kv_indices} entries)", "value"),
+    CHECK_KV_LEN: ("kv_indptr", "prefix + nodes <= max_kv_len={max_kv_len}", "prefix + nodes"),
+    CHECK_QO_INDPTR: ("qo_indptr", "a row range inside q ({num_tokens} rows)", "value"),
+    CHECK_NODES: ("qo_indptr", "at most max_nodes={max_nodes} nodes", "nodes"),
+    CHECK_KV_INDICES: ("kv_indices", "0 <= slot < {num_slots}", "slot"),
+    CHECK_OUT_CACHE_LOC: ("out_cache_loc", "0 <= slot < {num_slots}", "slot"),
+    CHECK_MASK_INDPTR: ("mask_indptr", "a block inside custom_mask ({custom_mask} elements)", "start"),
+}
+
+NOTHING_FOUND = np.tile(np.array([0, np.iinfo(np.int64).max, 0], np.int64), (len(CHECKS), 1))
+
+
+def describe_findings(findings: np.ndarray, limits: dict[str, int]) -> list[str]:
+    """A line for each kind of finding: buffer, position, what was expected and what came."""
+    lines = []
+    for check, (count, position, value) in enumerate(findings.tolist()):
+        if count:
+            buffer, expected, what = CHECKS[check]
+            more = f" (and {count - 1} more)" if count > 1 else ""
+            lines.append(f"{buffer}[{position}]: expected {expected.format(**limits)}, got {what} {value}{more}")
+    return lines

@@ -1,0 +1,13 @@
+"""From a spec to kernel bodies: what the compiler compiles and the emulator runs."""
+
+from collections.abc import Callable
+
+from nbverify.kernels import check, simt
+from nbverify.kernels.geometry import SimtGeometry
+from nbverify.spec import VerifySpec
+
+
+def make_bodies(spec: VerifySpec, geometry: SimtGeometry, *, debug: bool) -> tuple[Callable, ...]:
+    """The bodies of a launch, in the order of ``geometry.steps``."""
+    bodies = simt.make_bodies(spec, geometry)
+    return (*check.make_bodies(spec), *bodies) if debug else tuple(bodies)
