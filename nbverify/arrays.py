@@ -149,13 +149,13 @@ def _from_protocols(name: str, array: Any) -> ArrayInfo:
     failures = []
     if hasattr(array, "__dlpack__"):
         try:
-            device_type, ordinal = array.__dlpack_device__()
+            device_type, ordinal = (int(part) for part in array.__dlpack_device__())  # torch: an enum
             capsule = _export(array) if device_type in (DL_CUDA, DL_CUDA_MANAGED) else None
         except Exception as error:  # a producer may raise anything; torch does for fp8
             failures.append(f"__dlpack__: {error}")
         else:
             _check_device_type(name, array, device_type)
-            return _read_dlpack(name, capsule, int(ordinal))
+            return _read_dlpack(name, capsule, ordinal)
     try:
         interface = array.__cuda_array_interface__
     except AttributeError as error:
@@ -187,7 +187,7 @@ def _check_device_type(name: str, array: object, device_type: int) -> None:
     if device_type == DL_CUDA_HOST:
         # A GPU could read it, over the bus: tens of times slower, which nobody means to ask for.
         raise ArgumentError(name, "device memory", f"{_class_name(array)} in pinned host memory")
-    where = "in host memory" if device_type == DL_CPU else f"on DLPack device type {int(device_type)}"
+    where = "in host memory" if device_type == DL_CPU else f"on DLPack device type {device_type}"
     raise ArgumentError(name, DEVICE_ARRAY, f"{_class_name(array)} {where}")
 
 
@@ -195,12 +195,10 @@ def _check_device_type(name: str, array: object, device_type: int) -> None:
 # strides, byte offset.  In DLManagedTensorVersioned (1.x) it follows major, minor, context, deleter, flags; the older
 # DLManagedTensor begins with it.  Unpacked from bytes, not as ctypes.Structure, whose every field costs 0.1 us.
 _DL_TENSOR = struct.Struct("=QiiiBBHQQQ")
-_DL_VERSIONED = struct.Struct("=IIQQQ")
+_DL_VERSIONED = struct.Struct("=IIQQQ" + "QiiiBBHQQQ")
 
-# Functions of our own, not attributes of pythonapi: their types must not be changed for others in this process.
-_capsule_is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_char_p)(
-    ("PyCapsule_IsValid", ctypes.pythonapi)
-)
+# A function of our own, not the attribute of pythonapi, whose types must not be changed for others in this process.
+# Raises ValueError for anything but a capsule of that name.
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
 )
@@ -208,21 +206,19 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 
 def _read_dlpack(name: str, capsule: object, ordinal: int) -> ArrayInfo:
     """Read the DLTensor and leave the capsule unconsumed: its own destructor then gives the export back."""
-    if _capsule_is_valid(capsule, b"dltensor_versioned"):
+    major, minor, flags = *DLPACK_VERSION, 0
+    try:
         address = _capsule_pointer(capsule, b"dltensor_versioned")
-        major, minor, _, _, flags = _DL_VERSIONED.unpack(ctypes.string_at(address, _DL_VERSIONED.size))
-        if major != DLPACK_VERSION[0]:  # only version, context and deleter keep their place across major versions
-            raise ArgumentError(name, "DLPack 1.x", f"{major}.{minor}")
-        address += _DL_VERSIONED.size
-        readonly = bool(flags & READ_ONLY_FLAG)
-    elif _capsule_is_valid(capsule, b"dltensor"):
-        address = _capsule_pointer(capsule, b"dltensor")
-        readonly = False
-    else:
-        raise ArgumentError(name, "an unused DLPack capsule from __dlpack__", repr(capsule))
-    data, _, _, ndim, code, bits, lanes, shape_at, strides_at, byte_offset = _DL_TENSOR.unpack(
-        ctypes.string_at(address, _DL_TENSOR.size)
-    )
+        major, minor, _, _, flags, *tensor = _DL_VERSIONED.unpack(ctypes.string_at(address, _DL_VERSIONED.size))
+    except ValueError:
+        try:
+            address = _capsule_pointer(capsule, b"dltensor")
+        except ValueError:
+            raise ArgumentError(name, "an unused DLPack capsule from __dlpack__", repr(capsule)) from None
+        tensor = list(_DL_TENSOR.unpack(ctypes.string_at(address, _DL_TENSOR.size)))
+    if major != DLPACK_VERSION[0]:  # asked for 1.x; another major version may have moved everything but its number
+        raise ArgumentError(name, "DLPack 1.x", f"{major}.{minor}")
+    data, _, _, ndim, code, bits, lanes, shape_at, strides_at, byte_offset = tensor
     if ndim < 0 or (ndim > 0 and not shape_at):
         raise ArgumentError(name, "a DLPack tensor with a shape", f"ndim {ndim}, shape at {shape_at:#x}")
     dtype = DLPACK_NAMES.get((code, bits))
@@ -232,7 +228,8 @@ def _read_dlpack(name: str, capsule: object, ordinal: int) -> ArrayInfo:
     shape = _int64_at(shape_at, ndim)
     strides = _int64_at(strides_at, ndim) if strides_at else _c_strides(shape)
     _check_axes(name, shape, strides)
-    return _checked(name, data + byte_offset if data else 0, shape, strides, dtype, ordinal, readonly)
+    pointer = data + byte_offset if data else 0
+    return _checked(name, pointer, shape, strides, dtype, ordinal, bool(flags & READ_ONLY_FLAG))
 
 
 def _int64_at(address: int, count: int) -> tuple[int, ...]:
@@ -501,9 +498,7 @@ def overlaps(a: ArrayInfo, b: ArrayInfo) -> bool:
     which refuses a harmless pair and never lets a harmful one through.  CUDA's addresses are unique across devices
     and host.
     """
-    a_start, a_end = _byte_range(a)
-    b_start, b_end = _byte_range(b)
-    if a_start >= b_end or b_start >= a_end:
+    if not ranges_meet(byte_range(a), byte_range(b)):
         return False
     try:
         # numpy's stubs know of max_work=0 and -1 only.
@@ -512,7 +507,12 @@ def overlaps(a: ArrayInfo, b: ArrayInfo) -> bool:
         return True
 
 
-def _byte_range(info: ArrayInfo) -> tuple[int, int]:
+def ranges_meet(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    """Whether two byte ranges share a byte: necessary for an overlap, and cheap."""
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def byte_range(info: ArrayInfo) -> tuple[int, int]:
     """First and last byte + 1; a plain loop, because ``rebind`` comes here for every pair."""
     if 0 in info.shape:
         return info.pointer, info.pointer

@@ -47,6 +47,8 @@ class GpuBackend:
         self.name = self.device.name
         self.shared_limit = self.device.shared_limit
         self._spec, self._geometry, self._debug = spec, geometry, debug
+        self._storage = {b.name: contract.storage_dtype(b, spec) for b in contract.BUFFERS}
+        self._layout = launch.ParameterLayout(contract.parameters(spec))
         if spec.reduction == "grid_sync" and not self.device.cooperative:
             raise DriverError(f"{self.name} does not support cooperative launches; {launch.TWO_LAUNCH_HINT}")
 
@@ -89,9 +91,9 @@ class GpuBackend:
 
     def bind(self, infos: dict[str, ArrayInfo], values: dict[str, Any], scalars: dict[str, float]) -> BoundCall:
         """Pack a parameter block."""
-        block = launch.ParameterBlock(contract.parameters(self._spec))
+        block = launch.ParameterBlock(self._layout)
         for buffer in contract.BUFFERS:
-            storage = contract.storage_dtype(buffer, self._spec)
+            storage = self._storage[buffer.name]
             itemsize = arrays.ITEMSIZE[storage]
             info, own = infos.get(buffer.name), self._workspace.get(buffer.name)
             if info is not None:
@@ -101,9 +103,12 @@ class GpuBackend:
             else:
                 block.set_array(buffer.name, 0, 0, itemsize)
             for field, value in layout_fields(buffer, info).items():
-                block.set_scalar(field, "int64", value)
+                block.set_integer(field, value)
         for scalar in contract.SCALARS:
-            block.set_scalar(scalar.name, scalar.dtype, scalars[scalar.name])
+            if scalar.dtype == "float32":
+                block.set_float(scalar.name, scalars[scalar.name])
+            else:
+                block.set_integer(scalar.name, int(scalars[scalar.name]))
         return _GpuCall(launch.Launcher(self._kernels, self._grids, block), block, self._workspace)
 
     def read_index(self, info: ArrayInfo) -> np.ndarray:
@@ -141,6 +146,7 @@ class EmulatorBackend:
     def __init__(self, emulator: Emulator, spec: VerifySpec, geometry: SimtGeometry, debug: bool):
         self._emulator, self._spec, self._geometry, self._debug = emulator, spec, geometry, debug
         self.shared_limit = EMULATOR_SHARED_LIMIT
+        self._storage = {b.name: contract.storage_dtype(b, spec) for b in contract.BUFFERS}
         self.max_blocks = emulator.blocks
         self.name = f"emulator of {emulator.blocks} blocks, seed {emulator.seed}"
 
@@ -169,7 +175,7 @@ class EmulatorBackend:
         """The fields of ``args``, by name."""
         fields: dict[str, Any] = {}
         for buffer in contract.BUFFERS:
-            storage = contract.storage_dtype(buffer, self._spec)
+            storage = self._storage[buffer.name]
             info = infos.get(buffer.name)
             if info is not None:
                 fields[buffer.name] = flat_storage(values[buffer.name], info, storage)
@@ -196,7 +202,7 @@ class EmulatorBackend:
 
     def storage_of(self, name: str) -> str:
         """Storage dtype of a buffer of this spec."""
-        return contract.storage_dtype(contract.BUFFER[name], self._spec)
+        return self._storage[name]
 
     def read_index(self, info: ArrayInfo) -> np.ndarray:
         """An index buffer as int64."""

@@ -227,15 +227,13 @@ def args_class() -> type:
     return namedtuple("VerifyArgs", [p.name for p in parameters(any_spec)])
 
 
+ARRAY_SLOTS = 7  # what numba flattens a 1-D array into: meminfo, parent, nitems, itemsize, data, shape, stride
+DATA_SLOT = 4
+
+
 def slots_of(parameter: Parameter) -> int:
-    """8-byte entries of the launch's parameter block that a field takes.
-
-    Numba flattens a 1-D array into meminfo, parent, nitems, itemsize, data, shape, stride.
-    """
-    return 7 if parameter.is_array else 1
-
-
-DATA_SLOT, NITEMS_SLOT, ITEMSIZE_SLOT, SHAPE_SLOT, STRIDE_SLOT = 4, 2, 3, 5, 6
+    """8-byte entries of the launch's parameter block that a field takes."""
+    return ARRAY_SLOTS if parameter.is_array else 1
 
 
 def markdown_table() -> str:

@@ -9,7 +9,6 @@ no allocation, copy, synchronisation or look at device data, so a stream capture
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +20,6 @@ from nbverify.compile import CompiledKernel
 from nbverify.contract import Parameter
 from nbverify.errors import ArgumentError, CompileError, DriverError
 
-_CTYPES = {"int64": ctypes.c_int64, "float32": ctypes.c_float}
 TWO_LAUNCH_HINT = 'ask for VerifySpec(reduction="two_launch"), which needs no cooperative launch'
 
 
@@ -178,42 +176,53 @@ class LoadedKernel:
                 pass
 
 
+class ParameterLayout:
+    """Where each field of ``args`` stands in a parameter block: 8-byte slots, in the order of the contract."""
+
+    def __init__(self, parameters: tuple[Parameter, ...]):
+        self.parameters = parameters
+        self.first_slot: dict[str, int] = {}
+        self.num_slots = 0
+        for p in parameters:
+            self.first_slot[p.name] = self.num_slots
+            self.num_slots += contract.slots_of(p)
+
+
 class ParameterBlock:
-    """The kernel parameters in the order of the contract, one 8-byte slot per flattened field.
+    """The parameters of one launch.
 
     The driver reads ``sizeof(parameter)`` bytes at each slot (a float32 is the low half of its slot) and copies them
     when a launch is called or captured, so a slot may be overwritten right after.
     """
 
-    def __init__(self, parameters: tuple[Parameter, ...]):
-        self.parameters = parameters
-        self._first_slot: dict[str, int] = {}
-        count = 0
-        for p in parameters:
-            self._first_slot[p.name] = count
-            count += contract.slots_of(p)
-        self._slots = (ctypes.c_uint64 * count)()
-        base = ctypes.addressof(self._slots)
-        self._pointers = (ctypes.c_void_p * count)(*(base + 8 * i for i in range(count)))
-        self.address = ctypes.addressof(self._pointers)
+    def __init__(self, layout: ParameterLayout):
+        self.layout = layout
+        self._first_slot = layout.first_slot
+        self._slots = np.zeros(layout.num_slots, np.int64)
+        base = self._slots.ctypes.data
+        self._pointers = np.arange(base, base + 8 * layout.num_slots, 8, dtype=np.int64)
+        self.address: int = self._pointers.ctypes.data
 
     def set_array(self, name: str, pointer: int, extent: int, itemsize: int) -> None:
         """A flat array: ``extent`` elements of ``itemsize`` bytes at ``pointer``."""
         first = self._first_slot[name]
-        self._slots[first + contract.NITEMS_SLOT] = extent
-        self._slots[first + contract.ITEMSIZE_SLOT] = itemsize
-        self._slots[first + contract.DATA_SLOT] = pointer
-        self._slots[first + contract.SHAPE_SLOT] = extent
-        self._slots[first + contract.STRIDE_SLOT] = itemsize
+        meminfo = parent = 0  # numba's own bookkeeping, unused in kernels
+        self._slots[first : first + contract.ARRAY_SLOTS] = (
+            meminfo, parent, extent, itemsize, pointer, extent, itemsize,
+        )  # fmt: skip
 
     def set_pointer(self, name: str, pointer: int) -> None:
         """Another address for an array of the same extent."""
         self._slots[self._first_slot[name] + contract.DATA_SLOT] = pointer
 
-    def set_scalar(self, name: str, dtype: str, value: float) -> None:
-        """A number, in the low bytes of its slot."""
-        slot = ctypes.addressof(self._slots) + 8 * self._first_slot[name]
-        _CTYPES[dtype].from_address(slot).value = value
+    def set_integer(self, name: str, value: int) -> None:
+        """An int64."""
+        self._slots[self._first_slot[name]] = value
+
+    def set_float(self, name: str, value: float) -> None:
+        """A float32, in the low bytes of its slot."""
+        slot = self._first_slot[name]
+        self._slots[slot : slot + 1].view(np.float32)[0] = value
 
 
 class Launcher:
@@ -230,12 +239,13 @@ class Launcher:
         self._address = block.address
         self._keep_alive = (kernels, block)
         self._device = kernels[0].device
-        self._calls = []
+        self._calls: list[tuple[Any, Any, CompiledKernel]] = []
+        self._stream = -1
         for kernel, grid in zip(kernels, grids, strict=True):
-            if kernel.compiled.parameters != block.parameters:
+            if kernel.compiled.parameters != block.layout.parameters:
                 raise CompileError(
                     f"{kernel.compiled.name}: compiled for other parameters than the contract's: "
-                    + _first_difference(kernel.compiled.parameters, block.parameters)
+                    + _first_difference(kernel.compiled.parameters, block.layout.parameters)
                 )
             config = drv.CUlaunchConfig()
             config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
@@ -250,8 +260,11 @@ class Launcher:
 
     def __call__(self, stream: int) -> None:
         """Launch all kernels in order on a stream handle.  Nothing else."""
+        if stream != self._stream:
+            for config, _, _ in self._calls:
+                config.hStream = stream
+            self._stream = stream
         for config, function, compiled in self._calls:
-            config.hStream = stream
             code = self._launch(config, function, self._address, 0)[0]
             if code:
                 raise DriverError(self._explain(code, compiled))

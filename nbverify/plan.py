@@ -11,6 +11,7 @@ bound must stay alive while launches of theirs, graph replays included, can run:
 from __future__ import annotations
 
 import numbers
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -30,6 +31,9 @@ from nbverify.spec import Mask, VerifySpec
 
 BUFFER = {b.name: b for b in contract.BUFFERS}
 WRITTEN = ("out", "lse")
+
+WRITTEN = ("out", "lse")
+REBINDABLE = ("q", "k_cache", "v_cache", "out", "lse")
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,7 @@ class VerifyPlan:
         #: Bytes of device memory that the plan allocates.
         self.workspace_bytes = geo.workspace_bytes(spec, self.geometry, self.grid)
         backend.allocate(self.grid)
+        self._max_splits = geo.max_splits(spec, self.geometry)
         self._extents: dict[str, int] = {}  # of the last bind: limits that the text of a finding mentions
 
     @property
@@ -190,7 +195,8 @@ class VerifyPlan:
             )
         if dims["num_slots"] < 1:
             raise ArgumentError("k_cache", "at least one slot", "0")
-        _check_overlaps(infos, infos)
+        ranges = {name: arrays.byte_range(info) for name, info in infos.items()}
+        _check_overlaps(infos, ranges, infos)
         k_scale, v_scale = _check_scales(spec, k_scale, v_scale)
         scalars = {
             "num_tokens": dims["num_tokens"],
@@ -198,7 +204,7 @@ class VerifyPlan:
             "num_slots": dims["num_slots"],
             "max_nodes": spec.max_nodes,
             "max_kv_len": spec.max_kv_len,
-            "max_splits": geo.max_splits(spec, self.geometry),
+            "max_splits": self._max_splits,
             "score_scale": spec.sm_scale * k_scale,
             "v_scale": v_scale,
         }
@@ -211,7 +217,7 @@ class VerifyPlan:
             "custom_mask": infos["custom_mask"].shape[0] if "custom_mask" in infos else 0,
         }
         values = {name: a for name, a in given.items() if a is not None}
-        return BoundVerify(self, infos, self._backend.bind(infos, values, scalars))
+        return BoundVerify(self, infos, ranges, self._backend.bind(infos, values, scalars))
 
     def check(self) -> None:
         """Wait for the device and report what the launches of this ``debug=True`` plan found since the last call.
@@ -243,9 +249,17 @@ class VerifyPlan:
 class BoundVerify:
     """A plan with its buffers.  Made by :meth:`VerifyPlan.bind`."""
 
-    def __init__(self, plan: VerifyPlan, infos: dict[str, ArrayInfo], call: BoundCall):
+    def __init__(
+        self,
+        plan: VerifyPlan,
+        infos: dict[str, ArrayInfo],
+        ranges: dict[str, tuple[int, int]],
+        call: BoundCall,
+    ):
         self.plan = plan
-        self._infos, self._call = infos, call
+        self._infos, self._ranges, self._call = infos, ranges, call
+        self._host = plan.emulated
+        self._alignment = {n: contract.alignment_bytes(contract.BUFFER[n], plan.spec) for n in infos if n in REBINDABLE}
 
     def launch(self, stream: Any = None) -> None:
         """Verify, on a stream: no allocation, copy, synchronisation, or look at device data.
@@ -263,42 +277,45 @@ class BoundVerify:
         For eager mode, and for the layers of a model.  Launches already made or captured keep the old addresses.
         Raises ArgumentError, and changes nothing, if an array differs in more than its address.
         """
-        changed: dict[str, ArrayInfo] = {}
-        values: dict[str, Any] = {}
-        for name, array in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out), ("lse", lse)):
+        infos, ranges, changed = self._infos.copy(), self._ranges.copy(), {}
+        for name, array in zip(REBINDABLE, (q, k_cache, v_cache, out, lse), strict=True):
             if array is None:
                 continue
-            bound = self._infos.get(name)
+            bound = infos.get(name)
             if bound is None:
                 raise ArgumentError(name, "None: it was not bound", type(array).__name__)
-            info = arrays.describe(name, array, host=self.plan.emulated)
-            if info[1:5] != bound[1:5] or (name in WRITTEN and info.readonly):
+            info = arrays.describe(name, array, host=self._host)
+            if info[1:5] != bound[1:5] or (info.readonly and name in WRITTEN):
                 raise ArgumentError(name, f"as bound, {_text(bound)}", _text(info))
-            alignment = contract.alignment_bytes(contract.BUFFER[name], self.plan.spec)
-            if info.pointer % alignment:
-                raise ArgumentError(name, f"an address of {alignment}-byte alignment", hex(info.pointer))
-            changed[name] = info
-            values[name] = array
-        infos = {**self._infos, **changed}
-        _check_overlaps(infos, changed)
-        self._infos = infos
-        for name, info in changed.items():
-            self._call.set_array(name, info, values[name])
+            if info.pointer % self._alignment[name]:
+                raise ArgumentError(name, f"an address of {self._alignment[name]}-byte alignment", hex(info.pointer))
+            moved = info.pointer - bound.pointer
+            start, end = ranges[name]
+            infos[name], ranges[name], changed[name] = info, (start + moved, end + moved), array
+        _check_overlaps(infos, ranges, changed)
+        self._infos, self._ranges = infos, ranges
+        for name, array in changed.items():
+            self._call.set_array(name, infos[name], array)
 
 
 def _text(info: ArrayInfo) -> str:
     return f"{info.dtype} {list(info.shape)} with strides {list(info.strides)} on device {info.device}"
 
 
-def _check_overlaps(infos: dict[str, ArrayInfo], changed: dict[str, ArrayInfo]) -> None:
+def _check_overlaps(infos: dict[str, ArrayInfo], ranges: dict[str, tuple[int, int]], changed: Iterable[str]) -> None:
     """What is written overlaps nothing else that is used.  Pairs without a ``changed`` array are skipped."""
     for written in WRITTEN:
-        if written not in infos:
+        if written not in ranges:
             continue
-        for name, info in infos.items():
-            if name == written or (name not in changed and written not in changed):
-                continue
-            if arrays.overlaps(infos[written], info):
+        start, end = ranges[written]
+        for name in ranges if written in changed else changed:
+            other_start, other_end = ranges[name]
+            if (
+                start < other_end
+                and other_start < end
+                and name != written
+                and arrays.overlaps(infos[written], infos[name])
+            ):
                 raise ArgumentError(written, f"memory that {name} does not use", f"overlapping {name}")
 
 
@@ -309,7 +326,7 @@ def _check_scales(spec: VerifySpec, k_scale: float, v_scale: float | None) -> tu
             continue
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise ArgumentError(name, "a number on the host", type(value).__name__)
-        if not (0 < value <= np.finfo(np.float32).max):
+        if not 0 < float(value) <= np.finfo(np.float32).max:
             raise ArgumentError(name, "a finite number > 0", value)
     if v_scale is None:
         v_scale = k_scale if spec.shared_kv else 1.0

@@ -202,10 +202,17 @@ SIGNED = int32(2**31 - 1)
 def test_constants_of_the_module():
     def body(args):
         args.seen.append((CONSTANT[1], SIGNED + 1))
+
+    ((element, total),) = seen(body)
+    assert (element, total, type(total)) == (4, 2**31, int)
+
+
+def test_constant_arrays_are_read_only():
+    def body(args):
         CONSTANT[0] = 1
 
     with pytest.raises(MemoryAccessError, match="read-only"):
-        seen(body)
+        launch(body)
     assert CONSTANT[0] == 3
 
 
@@ -578,6 +585,16 @@ def test_static_shared_memory_belongs_to_its_line():
     assert outputs(body, seed=2) == [1000 * t + 100 + t for t in range(31, -1, -1)]
 
 
+def test_static_shared_arrays_of_two_lines_are_two():
+    def body(args):
+        a = cuda.shared.array(1, int32)
+        b = cuda.shared.array(1, int32)
+        a[0], b[0] = 1, 2
+        args.seen.append((a[0], b[0]))
+
+    assert seen(body) == [(1, 2)]
+
+
 def test_blocks_do_not_share():
     def body(args):
         x = cuda.shared.array(1, int32)
@@ -596,6 +613,17 @@ def test_local_memory_is_a_threads_own():
         args.out[cuda.threadIdx.x] = mine[1]
 
     assert outputs(body) == list(range(32))
+
+
+def test_large_local_arrays_do_not_overlap():
+    def body(args):
+        mine = cuda.local.array(4000, int32)  # eight of these exceed what garbage is drawn from
+        for i in range(mine.size):
+            mine[i] = cuda.threadIdx.x
+        cuda.syncthreads()
+        args.out[cuda.threadIdx.x] = sum(mine) // mine.size
+
+    assert outputs(body, block=8) == list(range(8))
 
 
 def test_only_one_dimension():
@@ -831,12 +859,14 @@ def test_atomics_are_checked():
         launch(lambda args: cuda.atomic.add(args.counter, 1, 1), counter=np.zeros(1, np.int32))
 
 
+@pytest.mark.parametrize("sleeps", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_waiting_for_an_atomic_lets_others_run(seed):
+def test_waiting_for_an_atomic_lets_others_run(seed, sleeps):
     def body(args):
         if cuda.grid(1) == 0:
             while cuda.atomic.cas(args.flag, 0, 1, 1) != 1:
-                cuda.nanosleep(100)
+                if sleeps:
+                    cuda.nanosleep(100)
             args.out[0] = args.data[0]
         elif cuda.grid(1) == 40:
             args.data[0] = 42

@@ -303,7 +303,7 @@ def test_dlpack_broken(broken, words):
 def test_dlpack_null_shape():
     array = DLPackArray()
     array.managed.tensor.shape = None
-    refuses(array, "null shape")
+    refuses(array, "ndim 3, shape at 0x0")
 
 
 def test_dlpack_that_returns_no_capsule():
@@ -380,7 +380,8 @@ def test_interface_that_is_no_dictionary():
 
 
 @pytest.mark.parametrize("pointer", [0, None, ADDRESS])
-def test_interface_of_an_empty_array(pointer):
+def test_interface_of_an_empty_array(pointer, monkeypatch):
+    monkeypatch.setattr(arrays, "_driver_knows", lambda pointer: pytest.fail("asked the driver"))
     empty = describe("q", InterfaceArray((0, 16), data=(pointer, False), device=None))
     assert empty == ArrayInfo(0, (0, 16), (16, 1), "float16", None, False)
 

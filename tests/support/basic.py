@@ -1,28 +1,425 @@
-"""Values of every feature against float64.  Collected by tests/emulated/test_verify.py and tests/gpu/test_verify.py."""
+"""Values of every feature against float64.  Collected by tests/emulated/test_verify.py and tests/gpu/test_verify.py.
 
+Specs are named here once: the plain ones share a compiled kernel wherever they can.
+"""
+
+import itertools
+import math
+from dataclasses import replace
+
+import ml_dtypes
 import numpy as np
 import pytest
-from support.batches import assert_close, random_batch
-from support.devices import run
+from numba import float32
+from support.batches import assert_close, pick, random_batch, unused_slots
+from support.devices import BoundBatch, raw_bits, run
 
 import nbverify as nv
 
 LIMITS = {"max_requests": 4, "max_nodes": 24, "max_kv_len": 600}
+CAP = {"max_blocks": 2}  # where the number of blocks is not the point: the emulator runs them one after the other
 
 
 def gqa(*heads_and_dim, **options):
-    return nv.VerifySpec.gqa(*heads_and_dim, sm_scale=0.25, **{**LIMITS, **options})
+    return nv.VerifySpec.gqa(*heads_and_dim, **{"sm_scale": 0.25, **LIMITS, **options})
 
 
 def mla(num_q_heads, **options):
-    return nv.VerifySpec.mla(num_q_heads, sm_scale=0.144680, **{**LIMITS, **options})
+    return nv.VerifySpec.mla(num_q_heads, **{"sm_scale": 0.144680, **LIMITS, **options})
 
 
-@pytest.mark.parametrize("mask", list(nv.Mask))
-@pytest.mark.parametrize("split", ["balanced", "fixed"])
-@pytest.mark.parametrize("reduction", ["grid_sync", "two_launch"])
-def test_masks_splits_reductions(dev, mask, split, reduction):
-    spec = gqa(6, 2, 16, mask=mask, split=split, reduction=reduction)
-    batch = random_batch(np.random.default_rng(1), spec, [37, 0, 290], [7, 3, 1])
+BASE = gqa(4, 2, 16)
+FIXED = gqa(4, 2, 16, split="fixed")
+PREFIX_BYTES = gqa(4, 2, 16, prefix_visible=False)
+MLA = mla(2)  # the widths of DeepSeek and Kimi: 576 and 512
+FP8 = gqa(4, 2, 16, kv_dtype="float8_e4m3fn")
+BY_MASK = {mask: gqa(4, 2, 16, mask=mask) for mask in nv.Mask}
+VARIANTS = {
+    **{f"{mask.value}": spec for mask, spec in BY_MASK.items()},
+    "fixed": FIXED,
+    "fixed-packed": gqa(4, 2, 16, split="fixed", mask="packed"),
+    "two_launch": gqa(4, 2, 16, reduction="two_launch"),
+    "fixed-two_launch": gqa(4, 2, 16, split="fixed", reduction="two_launch"),
+}
+HEADS = {f"{q}x{kv}": gqa(q, kv, 16, max_requests=2, max_nodes=8) for q, kv in [(9, 3), (20, 4), (12, 1), (127, 1)]}
+WIDTHS = {
+    "48-80": gqa(2, 1, 48, head_dim_v=80),  # neither is a multiple of a warp's 64 columns
+    "192-128": gqa(2, 1, 192, head_dim_v=128),
+    "mla-576-512": MLA,
+}
+DTYPES = {
+    "fp16": gqa(4, 2, 16, dtype="float16"),
+    "bf16-fp8": FP8,
+    "fp16-fp8": gqa(4, 2, 16, dtype="float16", kv_dtype="float8_e4m3fn"),
+    "mla-fp8": mla(2, head_dim_qk=48, head_dim_v=32, kv_dtype="float8_e4m3fn"),
+    "bf16": BASE,
+}
+
+
+def soft_cap(score, request, head, node, key):
+    return float32(5.0) * math.tanh(score * float32(0.2))
+
+
+def distance_bias(score, request, head, node, key):
+    return score - float32(0.125) * float32(head + 1) * float32(40 + node - key)
+
+
+def hide_some(score, request, head, node, key):
+    if request == 1 and node == 0:
+        return float32(-math.inf)
+    if (key + head) % 3 == 0:
+        return float32(-math.inf)
+    return score
+
+
+SCORE_MODS = {f.__name__: gqa(4, 2, 16, score_mod=f) for f in (soft_cap, distance_bias, hide_some)}
+
+
+def parametrize_specs(specs):
+    return pytest.mark.parametrize("spec", specs.values(), ids=specs.keys())
+
+
+def ragged(dev, spec, seed=1, **options):
+    """A prefix that ends inside a tile, an empty one, and one of several blocks; larger on a GPU."""
+    rng = np.random.default_rng(seed)
+    if dev.is_gpu:
+        return random_batch(rng, replace(spec, max_kv_len=5000), [300, 0, 4097, 31], [24, 3, 9, 1], **options)
+    return random_batch(rng, spec, [37, 0, 290], [5, 3, 1], **options)
+
+
+@parametrize_specs(VARIANTS)
+def test_masks_splits_reductions(dev, spec):
+    batch = ragged(dev, spec)
+    result = run(dev, batch)
+    assert_close(batch, result.out, result.lse)
+
+
+@parametrize_specs(HEADS)
+def test_head_groups(dev, spec):
+    lens, counts = ([200, 0], [8, 1]) if dev.is_gpu else ([9, 0], [2, 1]) if spec.num_q_heads < 100 else ([5], [1])
+    batch = random_batch(np.random.default_rng(2), spec, lens, counts)
+    result = run(dev, batch, **CAP)
+    assert_close(batch, result.out, result.lse)
+
+
+@parametrize_specs(WIDTHS)
+def test_head_widths(dev, spec):
+    lens, counts = ([500, 77, 0], [5, 3, 1]) if dev.is_gpu else ([40], [2])
+    batch = random_batch(np.random.default_rng(3), spec, lens, counts)
+    result = run(dev, batch, **({} if dev.is_gpu else CAP))
+    assert_close(batch, result.out, result.lse)
+
+
+@parametrize_specs(DTYPES)
+def test_dtypes_and_scales(dev, spec):
+    batch = random_batch(np.random.default_rng(4), spec, [40, 3], [3, 2])
+    batch = replace(batch, k_scale=0.375, v_scale=None if spec.shared_kv else 2.5)
+    result = run(dev, batch)
+    assert_close(batch, result.out, result.lse)
+
+
+@parametrize_specs({"fp16": DTYPES["fp16"], "bf16": BASE})
+def test_results_beyond_the_type(dev, spec):
+    batch = random_batch(np.random.default_rng(5), spec, [3], [2])
+    batch = replace(batch, v_scale=3e38 if spec.dtype == "bfloat16" else 1e5)  # some products overflow, most do not
+    result = run(dev, batch, **CAP)
+    out, lse = batch.reference()
+    with np.errstate(over="ignore"):
+        want = np.float32(out).astype(result.out.dtype)
+    got, want = result.out.astype(np.float64), want.astype(np.float64)
+    assert np.isinf(want).any() and np.isfinite(want).any()
+    np.testing.assert_array_equal(np.isinf(got), np.isinf(want))
+    np.testing.assert_allclose(got, want, rtol=2.0**-7)
+    np.testing.assert_allclose(result.lse, lse, rtol=1e-5)
+
+
+def test_subnormal_float16(dev):
+    batch = random_batch(np.random.default_rng(6), DTYPES["fp16"], [3], [2])
+    batch = replace(batch, k_cache=batch.k_cache * np.float16(2.0**-16), v_cache=batch.v_cache * np.float16(2.0**-16))
+    batch = replace(batch, k_scale=2.0**16)
+    result = run(dev, batch, **CAP)
+    assert_close(batch, result.out, result.lse)
+    assert (result.out != 0).any()
+
+
+def test_prefix_bytes(dev):
+    rng = np.random.default_rng(7)
+    batch = ragged(dev, PREFIX_BYTES)
+    mask = rng.choice(np.array([0, 0, 1, 2, 128, 255], np.uint8), len(batch.custom_mask))
+    batch = replace(batch, custom_mask=mask)
+    result = run(dev, batch)
+    assert_close(batch, result.out, result.lse)
+
+    ignored = replace(batch, spec=replace(batch.spec, prefix_visible=True))
+    result = run(dev, ignored)
+    assert_close(ignored, result.out, result.lse)
+
+
+INDEX_DTYPES = list(itertools.product(("int32", "int64"), repeat=5))
+
+
+def test_index_dtypes_on_one_plan(dev):
+    plan = dev.plan(BASE, **CAP)
+    cases = INDEX_DTYPES if dev.is_gpu else [INDEX_DTYPES[i] for i in (0, 31, 1, 2, 4, 8, 16)]
+    batches = [random_batch(np.random.default_rng(8), BASE, [5, 34], [2, 3], index_dtypes=d) for d in cases]
+    results = [BoundBatch(dev, plan, batch).run() for batch in batches]
+    assert_close(batches[0], results[0].out, results[0].lse)
+    assert len({r.bits for r in results}) == 1
+
+
+@parametrize_specs({"balanced": BASE, "fixed": FIXED})
+@pytest.mark.parametrize("counts", [[3, 0, 1, 2], [0, 0, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0], [2, 1, 3, -1]], ids=str)
+def test_requests_without_nodes(dev, spec, counts):
+    batch = random_batch(np.random.default_rng(9), spec, [5, 37, 0, 40], counts)
+    result = run(dev, batch, **CAP)
+    assert_close(batch, result.out, result.lse)
+
+
+def test_an_empty_batch(dev):
+    batch = pick(random_batch(np.random.default_rng(9), BASE, [5], [2]), [])
+    assert run(dev, batch).bits == b""
+
+
+def test_without_lse(dev):
+    batch = random_batch(np.random.default_rng(10), BASE, [300], [3])  # several blocks: both writers of lse
+    plan = dev.plan(BASE)
+    bound = BoundBatch(dev, plan, batch, with_lse=False)
+    result = bound.run()
+    assert result.out.tobytes() == BoundBatch(dev, plan, batch).run().out.tobytes()
+    assert np.isnan(result.lse).all()
+
+
+class Strided:
+    """A host array as a view into a wider device buffer; the gaps hold 0xFFFF or 0xFF, NaN in all types."""
+
+    def __init__(self, dev, array, *, order=(0, 1, 2), gaps=(0, 0, 0)):
+        """``order``: axes from the outermost in memory to the innermost.  ``gaps``: unused elements after an axis."""
+        self.dev, self.array = dev, raw_bits(array)
+        shape = [self.array.shape[axis] + gaps[axis] for axis in order]
+        host = np.full(shape, np.iinfo(self.array.dtype).max, self.array.dtype)
+        self._back = tuple(np.argsort(order))
+        self._inside = tuple(slice(0, extent) for extent in self.array.shape)
+        host.transpose(self._back)[self._inside] = self.array
+        self._host, self._device = host, dev.upload(host)
+
+    @property
+    def view(self):
+        return self._device.transpose(self._back)[self._inside]
+
+    def contents(self):
+        """(the array, whether the gaps are as they were)."""
+        now = self.dev.download(self._device)
+        inside = np.zeros(now.shape, bool)
+        inside.transpose(self._back)[self._inside] = True
+        return np.array(now.transpose(self._back)[self._inside]), (now[~inside] == self._host[~inside]).all()
+
+
+@parametrize_specs({"gqa": BASE, "mla": mla(2, head_dim_qk=48, head_dim_v=32), "fp8": FP8})
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)], ids=["token-major", "head-major"])
+def test_strides(dev, spec, order):
+    batch = random_batch(np.random.default_rng(11), spec, [5, 36], [3, 2])
+    step = 8  # elements: 16 bytes
+    arrays = {"q": Strided(dev, batch.q, order=order, gaps=(0, 3, step))}
+    for name in ("k_cache", "v_cache"):
+        if getattr(batch, name) is not None:
+            arrays[name] = Strided(dev, getattr(batch, name), order=order, gaps=(1, 1, 2 * step))
+    nan = np.full((batch.num_tokens, spec.num_q_heads, spec.head_dim_v), 0xFFFF, np.uint16)
+    out = Strided(dev, nan, order=order, gaps=(2, 1, 3 * step))
+    lse = dev.upload(np.full((batch.num_tokens, spec.num_q_heads + 3), np.nan, np.float32))
+    views = {name: strided.view for name, strided in arrays.items()}
+    dense = run(dev, batch, **CAP)
+    bound = BoundBatch(
+        dev, dev.plan(spec, **CAP), batch, **views, out=out.view, lse=lse[:, : spec.num_q_heads]
+    )
+    bound.bound.launch()
+    values, gaps_kept = out.contents()
+    assert values.tobytes() == dense.out.tobytes() and gaps_kept
+    lse = dev.download(lse)
+    assert np.array(lse[:, : spec.num_q_heads]).tobytes() == dense.lse.tobytes()
+    assert np.isnan(lse[:, spec.num_q_heads :]).all()
+
+
+@parametrize_specs(SCORE_MODS)
+def test_score_mods(dev, spec):
+    batch = random_batch(np.random.default_rng(12), spec, [37, 5, 300], [3, 2, 1])
+    result = run(dev, batch)
+    assert_close(batch, result.out, result.lse)
+    if spec.score_mod is hide_some:
+        first_of_request_1 = 3
+        assert (result.lse[first_of_request_1] == -np.inf).all()
+
+
+@pytest.mark.parametrize("value", [1, 2, 128, 255])
+def test_any_nonzero_mask_byte_is_visible(dev, value):
+    batch = random_batch(np.random.default_rng(13), BASE, [5], [6])
+    plan = dev.plan(BASE, **CAP)
+    want = BoundBatch(dev, plan, batch, custom_mask=dev.upload(batch.custom_mask.astype(bool))).run()
+    assert_close(batch, want.out, want.lse)
+    assert run(dev, replace(batch, custom_mask=batch.custom_mask * np.uint8(value)), **CAP).bits == want.bits
+
+
+def test_packed_words_of_either_sign(dev):
+    spec = replace(BY_MASK[nv.Mask.PACKED], max_nodes=40)
+    tree = np.tri(33, dtype=bool)  # bit 31 is set: negative as int32
+    batch = random_batch(np.random.default_rng(14), spec, [2], [33], trees=[tree])
+    plan = dev.plan(spec, **CAP)
+    want = BoundBatch(dev, plan, batch).run()
+    assert BoundBatch(dev, plan, replace(batch, custom_mask=batch.custom_mask.view(np.int32))).run().bits == want.bits
+
+
+@parametrize_specs({"bf16": BASE, "fp16": DTYPES["fp16"], "fp8": FP8})
+def test_raw_bits(dev, spec):
+    batch = random_batch(np.random.default_rng(15), spec, [5], [3])
+    plan = dev.plan(spec, **CAP)
+    want = run(dev, batch, **CAP)
+    for bits in ("uint16", "int16"):
+        arrays = {"q": dev.upload(batch.q.view(bits))}
+        for name in ("k_cache", "v_cache"):
+            arrays[name] = dev.upload(getattr(batch, name).view("uint8" if spec.is_fp8 else bits))
+        out = dev.upload(np.full(want.out.shape, -1, bits))
+        BoundBatch(dev, plan, batch, **arrays, out=out).bound.launch()
+        assert dev.download(out).tobytes() == want.out.tobytes()
+
+
+def test_batch_sizes_on_one_plan(dev):
+    plan = dev.plan(BASE, fresh=True)
+    batches = [
+        random_batch(np.random.default_rng(16), BASE, lens, counts)
+        for lens, counts in [
+            ([300], [4]), ([5], [1]), ([0, 33, 31], [2, 1, 3]), ([1, 0, 32, 64], [1, 1, 1, 1]), ([2, 2], [2, 2]),
+        ]
+    ]  # fmt: skip
+    bound = [BoundBatch(dev, plan, batch) for batch in batches]
+    results = [b.run() for b in bound]
+    for batch, result in zip(batches, results, strict=True):
+        assert_close(batch, result.out, result.lse)
+    for b, result in zip(bound, results, strict=True):  # again, over what the others left in the workspace
+        b.poison()
+        assert b.run().bits == result.bits
+
+
+@parametrize_specs({"gqa": BASE, "mla": mla(2, head_dim_qk=48, head_dim_v=32)})
+def test_rebind(dev, spec):
+    """The layers of a model: other caches, q and outputs at other addresses."""
+    plan = dev.plan(spec, **CAP)
+    layers = [random_batch(np.random.default_rng(17), spec, [5, 34], [2, 3]) for _ in range(3)]
+    rng = np.random.default_rng(18)
+    for i, layer in enumerate(layers[1:], 1):
+        names = ["q", "k_cache"] + ([] if spec.shared_kv else ["v_cache"])
+        changed = {n: rng.standard_normal(getattr(layer, n).shape).astype(getattr(layer, n).dtype) for n in names}
+        layers[i] = replace(layer, **changed)
+    bound = [BoundBatch(dev, plan, layer) for layer in layers]
+    want = [b.run() for b in bound]
+    assert_close(layers[1], want[1].out, want[1].lse)
+    first = bound[0]
+    for layer, result in zip(bound, want, strict=True):
+        layer.poison()
+        fields = ("q", "k_cache", "v_cache", "out", "lse")
+        first.bound.rebind(**{name: layer.arrays[name] for name in fields if name in layer.arrays})
+        first.bound.launch()
+        assert layer.result().bits == result.bits
+    first.poison()
+    first.bound.rebind(out=first.arrays["out"], lse=first.arrays["lse"])  # alone: inputs stay those of the last layer
+    first.bound.launch()
+    assert first.result().bits == want[-1].bits
+    with pytest.raises(nv.ArgumentError):
+        first.bound.rebind(q=dev.upload(layers[0].q[:1]))
+
+
+@parametrize_specs({"balanced": BASE, "fixed": FIXED, "two_launch": VARIANTS["two_launch"]})
+def test_any_grid(dev, spec):
+    batch = random_batch(np.random.default_rng(19), spec, [300, 3], [2, 1])
+    limit = dev.plan(spec).grid
+    grids = [1, 2, 3, 7, limit // 2, limit - 1, limit] if dev.is_gpu else range(1, limit + 1)
+    results = [run(dev, batch, max_blocks=grid) for grid in grids]
+    for result in results:
+        assert_close(batch, result.out, result.lse)
+    if spec.split == "fixed":
+        assert len({r.bits for r in results}) == 1
+    with pytest.raises(nv.ArgumentError, match="max_blocks"):
+        dev.plan(spec, max_blocks=limit + 1)
+
+
+@parametrize_specs({"balanced": BASE, "fixed": FIXED})
+def test_rows_past_the_last_request(dev, spec):
+    """Static buffers: q, out and the index lists are longer than today's batch."""
+    rng = np.random.default_rng(20)
+    batch = random_batch(rng, spec, [300, 5], [3, 1])
+    nan_slot = unused_slots(batch)[0]
+    extra = 3
+    longer = replace(
+        batch,
+        q=np.concatenate([batch.q, np.full((extra, *batch.q.shape[1:]), np.nan, batch.q.dtype)]),
+        out_cache_loc=np.append(batch.out_cache_loc, [nan_slot, -1, 2**31 - 1]).astype(batch.out_cache_loc.dtype),
+        kv_indices=np.append(batch.kv_indices, [nan_slot, -1, 2**31 - 1]).astype(batch.kv_indices.dtype),
+    )
+    result = run(dev, longer)
+    assert_close(batch, result.out[:-extra], result.lse[:-extra])
+    assert set(result.rows(slice(-extra, None))) == {0xFF}, "as it was filled"
+    assert result.rows(slice(-extra)) == run(dev, batch).bits
+
+
+def test_a_view_of_the_pool(dev):
+    """One pool for K and V, interleaved: the caches are views with strides."""
+    batch = random_batch(np.random.default_rng(21), BASE, [5, 33], [2, 1])
+    pool = dev.upload(np.stack([raw_bits(batch.k_cache), raw_bits(batch.v_cache)], axis=1))
+    bound = BoundBatch(dev, dev.plan(BASE, **CAP), batch, k_cache=pool[:, 0], v_cache=pool[:, 1])
+    assert bound.run().bits == run(dev, batch, **CAP).bits
+
+
+def test_extreme_scores(dev):
+    """|s| up to 1e38; two keys far ahead, one far behind."""
+    batch = random_batch(np.random.default_rng(22), replace(BASE, sm_scale=1.0), [34], [2])
+    q, k = np.zeros_like(batch.q), np.zeros_like(batch.k_cache)
+    q[..., 0] = 1e19
+    k[batch.kv_indices, :, 0] = -1e18
+    for key, value in ((3, 8e18), (33, 8e18), (7, -9e18)):
+        k[batch.kv_indices[key], :, 0] = value
+    batch = replace(batch, q=q, k_cache=k)
+    result = run(dev, batch)
+    v = batch.v_cache[batch.kv_indices[[3, 33]]].astype(np.float64).mean(0)  # [kv heads, D]
+    np.testing.assert_allclose(result.out.astype(np.float64), np.tile(v.repeat(2, 0), (2, 1, 1)), rtol=2.0**-8, atol=1e-7)
+    np.testing.assert_allclose(result.lse, np.float64(q[0, 0, 0]) * np.float64(ml_dtypes.bfloat16(8e18)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_a_bad_visible_key_spoils_only_rows_that_see_it(dev, value):
+    batch = random_batch(np.random.default_rng(23), BASE, [33, 4], [3, 1], trees=[np.eye(3, dtype=bool), np.eye(1)])
+    k = np.array(batch.k_cache)
+    k[batch.out_cache_loc[1], 0, 3] = value  # seen by node 1 alone, heads 0 and 1
+    batch = replace(batch, k_cache=k)
+    result = run(dev, batch)
+    assert_close(batch, result.out, result.lse)
+    if np.isnan(value):
+        assert np.isnan(result.lse[1, :2]).all() and np.isfinite(result.lse[1, 2:]).all()
+    assert np.isfinite(np.delete(result.lse, 1, axis=0)).all()
+
+
+def test_a_bad_visible_value_spoils_its_column(dev):
+    batch = random_batch(np.random.default_rng(24), BASE, [33], [3], trees=[np.eye(3, dtype=bool)])
+    v = np.array(batch.v_cache)
+    v[batch.out_cache_loc[1], 1, 5] = np.nan
+    batch = replace(batch, v_cache=v)
+    result = run(dev, batch)
+    assert_close(batch, result.out, result.lse)
+    assert np.isnan(result.out.astype(np.float32)).sum() == 2  # node 1, heads 2 and 3
+
+
+@pytest.mark.slow
+@parametrize_specs({"balanced": BASE, "fixed": FIXED})
+def test_more_requests_than_a_warp(dev, spec):
+    """The work table is scanned 32 requests at a time."""
+    spec = replace(spec, max_requests=70, max_nodes=4)
+    rng = np.random.default_rng(25)
+    batch = random_batch(rng, spec, rng.integers(-1, 40, 67), rng.integers(0, 3, 67))
+    result = run(dev, batch)
+    assert_close(batch, result.out, result.lse)
+
+
+def test_more_requests_than_a_scan_step(dev):
+    spec = gqa(4, 2, 16, max_requests=70, max_nodes=4)
+    counts = np.zeros(67, int)
+    counts[[0, 31, 32, 33, 63, 64, 66]] = 1
+    batch = random_batch(np.random.default_rng(26), spec, np.arange(67) % 3, counts)
     result = run(dev, batch)
     assert_close(batch, result.out, result.lse)

@@ -146,6 +146,89 @@ def random_batch(
     )
 
 
+def batch_of(rng: np.random.Generator, spec: nv.VerifySpec, requests, num_slots: int, **options) -> Batch:
+    """A batch with given slots: ``requests`` are (prefix slots, draft slots, tree).  Unlisted slots are NaN."""
+    prefixes, drafts, trees = zip(*requests, strict=True)
+    counts = [len(p) for p in prefixes], [len(d) for d in drafts]
+    batch = random_batch(rng, spec, *counts, trees=list(trees), **options)
+    slots = np.concatenate([np.ravel(p) for p in prefixes] + [np.ravel(d) for d in drafts]).astype(np.int64)
+
+    def spread(cache):
+        if cache is None:
+            return None
+        pool = np.full((num_slots, *cache.shape[1:]), np.nan, np.float32).astype(cache.dtype)
+        pool[slots] = rng.standard_normal((len(slots), *cache.shape[1:])).astype(cache.dtype)
+        return pool
+
+    num_prefix = sum(counts[0])
+    return replace(
+        batch,
+        k_cache=spread(batch.k_cache),
+        v_cache=spread(batch.v_cache),
+        kv_indices=slots[:num_prefix].astype(batch.kv_indices.dtype),
+        out_cache_loc=slots[num_prefix:].astype(batch.out_cache_loc.dtype),
+    )
+
+
+def mask_elements(spec: nv.VerifySpec, prefix_len: int, num_nodes: int) -> int:
+    """Entries of one request's block in ``custom_mask``."""
+    c, n = max(prefix_len, 0), max(num_nodes, 0)
+    return {nv.Mask.FULL: n * (c + n), nv.Mask.TREE: n * n, nv.Mask.PACKED: n * -(-n // 32)}.get(spec.mask, 0)
+
+
+def pick(batch: Batch, order) -> Batch:
+    """Some requests of a batch, in any order, over the same pool."""
+    kv, qo = batch.kv_indptr.astype(np.int64), batch.qo_indptr.astype(np.int64)
+    lens, counts = np.diff(kv)[list(order)], np.diff(qo)[list(order)]
+
+    def gather(array, starts, sizes):
+        parts = [array[starts[b] : starts[b] + max(size, 0)] for b, size in zip(order, sizes, strict=True)]
+        return np.concatenate([array[:0], *parts])
+
+    def sums(values, like):
+        return np.concatenate([[0], np.cumsum(values)]).astype(like.dtype)
+
+    mask, mask_indptr = batch.custom_mask, batch.mask_indptr
+    if mask is not None:
+        sizes = [mask_elements(batch.spec, c, n) for c, n in zip(lens, counts, strict=True)]
+        mask, mask_indptr = gather(mask, mask_indptr.astype(np.int64), sizes), sums(sizes, mask_indptr)
+    return replace(
+        batch,
+        q=gather(batch.q, qo, counts),
+        kv_indptr=sums(lens, batch.kv_indptr),
+        kv_indices=gather(batch.kv_indices, kv, lens),
+        qo_indptr=sums(counts, batch.qo_indptr),
+        out_cache_loc=gather(batch.out_cache_loc, qo, counts),
+        custom_mask=mask,
+        mask_indptr=mask_indptr,
+        trees=[batch.trees[b] for b in order],
+    )
+
+
+def unused_slots(batch: Batch) -> np.ndarray:
+    """Slots that no request lists."""
+    return np.setdiff1d(np.arange(len(batch.k_cache)), np.concatenate([batch.kv_indices, batch.out_cache_loc]))
+
+
+def pad(rng: np.random.Generator, batch: Batch, prefix_len: int, num_nodes: int, *, slot: int) -> Batch:
+    """One padding request more, as a captured graph has them: its keys are all ``slot``, its mask block is missing."""
+    last_mask = None
+    if batch.mask_indptr is not None:
+        size = mask_elements(batch.spec, prefix_len, num_nodes)
+        last_mask = np.append(batch.mask_indptr, batch.mask_indptr[-1] + size).astype(batch.mask_indptr.dtype)
+    q = rng.standard_normal((num_nodes, *batch.q.shape[1:])).astype(batch.q.dtype)
+    return replace(
+        batch,
+        q=np.concatenate([batch.q, q]),
+        kv_indptr=np.append(batch.kv_indptr, batch.kv_indptr[-1] + prefix_len).astype(batch.kv_indptr.dtype),
+        kv_indices=np.append(batch.kv_indices, [slot] * max(prefix_len, 0)).astype(batch.kv_indices.dtype),
+        qo_indptr=np.append(batch.qo_indptr, batch.qo_indptr[-1] + num_nodes).astype(batch.qo_indptr.dtype),
+        out_cache_loc=np.append(batch.out_cache_loc, [slot] * num_nodes).astype(batch.out_cache_loc.dtype),
+        mask_indptr=last_mask,
+        trees=[*batch.trees, np.zeros((num_nodes, num_nodes), bool)],
+    )
+
+
 def assert_close(batch: Batch, out: np.ndarray, lse: np.ndarray | None, *, rows=slice(None)) -> None:
     """Every element against float64, NaN and infinities in exactly the same places.
 

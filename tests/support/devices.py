@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,28 @@ from support.batches import NUMPY_DTYPE, Batch
 
 CANARY_BYTES = 4096
 CANARY = 0xA5
+PLANS_KEPT = 64
+
+_plans: OrderedDict[tuple, nv.VerifyPlan] = OrderedDict()
+
+
+def _plan(key: tuple, fresh: bool, spec: nv.VerifySpec, **options) -> nv.VerifyPlan:
+    """A plan, made once for every device, spec and options: compiling takes seconds.
+
+    So a test may get a plan whose workspace holds what another test left in it, as every launch but a plan's first
+    does.  ``fresh`` asks for one with its NaN still in place.
+    """
+    named = tuple(sorted((name, value) for name, value in options.items() if name != "device" and value is not None))
+    key = (*key, spec, named)
+    if fresh or key not in _plans:
+        plan = nv.VerifyPlan(spec, **options)
+        if fresh:
+            return plan
+        _plans[key] = plan
+        if len(_plans) > PLANS_KEPT:
+            _plans.popitem(last=False)
+    _plans.move_to_end(key)
+    return _plans[key]
 
 
 @dataclass
@@ -23,7 +46,11 @@ class Result:
     @property
     def bits(self) -> bytes:
         """For bitwise comparison of out and lse."""
-        return self.out.tobytes() + self.lse.tobytes()
+        return self.rows(slice(None))
+
+    def rows(self, rows: slice) -> bytes:
+        """Bits of some rows of out and lse."""
+        return self.out[rows].tobytes() + self.lse[rows].tobytes()
 
 
 class EmulatorDevice:
@@ -35,8 +62,13 @@ class EmulatorDevice:
     def __init__(self, blocks: int = 4, seed: int = 0):
         self.blocks, self.seed = blocks, seed
 
-    def plan(self, spec: nv.VerifySpec, **options) -> nv.VerifyPlan:
-        return nv.VerifyPlan(spec, device=nv.Emulator(self.blocks, self.seed), **options)
+    @property
+    def device(self) -> nv.Emulator:
+        """What ``device=`` takes."""
+        return nv.Emulator(self.blocks, self.seed)
+
+    def plan(self, spec: nv.VerifySpec, *, fresh: bool = False, **options) -> nv.VerifyPlan:
+        return _plan((self.name, self.blocks, self.seed), fresh, spec, device=self.device, **options)
 
     def upload(self, array: np.ndarray) -> np.ndarray:
         return array.copy()
@@ -54,6 +86,13 @@ class EmulatorDevice:
         start = -storage.ctypes.data % 256
         return storage[start : start + nbytes]
 
+    def vast(self, count: int, dtype: str) -> np.ndarray:
+        """Gigabytes: zeros that take no memory until they are written."""
+        return np.zeros(count, dtype)
+
+    def free(self) -> None:
+        """Numpy frees by itself."""
+
 
 class GpuDevice:
     """A GPU, with CuPy arrays.  16-bit and fp8 arrays travel as raw bits: CuPy has no such dtypes."""
@@ -66,23 +105,37 @@ class GpuDevice:
 
         self.cupy, self.ordinal = cupy, ordinal
 
-    def plan(self, spec: nv.VerifySpec, **options) -> nv.VerifyPlan:
-        return nv.VerifyPlan(spec, device=self.ordinal, **options)
+    @property
+    def device(self) -> int:
+        """What ``device=`` takes."""
+        return self.ordinal
+
+    def plan(self, spec: nv.VerifySpec, *, fresh: bool = False, **options) -> nv.VerifyPlan:
+        return _plan((self.name, self.ordinal), fresh, spec, device=self.ordinal, **options)
 
     def upload(self, array: np.ndarray):
-        return self.cupy.asarray(_raw_bits(array))
+        return self.cupy.asarray(raw_bits(array))
 
     def download(self, array) -> np.ndarray:
         return self.cupy.asnumpy(array)
 
     def write(self, array, values: np.ndarray) -> None:
-        array.set(np.ascontiguousarray(_raw_bits(np.asarray(values))))
+        array.set(np.ascontiguousarray(raw_bits(np.asarray(values))))
 
     def raw(self, nbytes: int):
         return self.cupy.empty(nbytes, self.cupy.uint8)
 
+    def vast(self, count: int, dtype: str):
+        """Gigabytes, zeroed."""
+        return self.cupy.zeros(count, dtype)
 
-def _raw_bits(array: np.ndarray) -> np.ndarray:
+    def free(self) -> None:
+        """Give what ``vast`` took, and is referred to no more, back to the driver."""
+        self.cupy.get_default_memory_pool().free_all_blocks()
+
+
+def raw_bits(array: np.ndarray) -> np.ndarray:
+    """A 16-bit or fp8 array as unsigned integers; any other as it is."""
     if array.dtype in (NUMPY_DTYPE["bfloat16"], NUMPY_DTYPE["float16"]):
         return array.view(np.uint16)
     if array.dtype == NUMPY_DTYPE["float8_e4m3fn"]:
@@ -100,7 +153,7 @@ class Guarded:
         contents = np.full(self.nbytes + CANARY_BYTES, CANARY, np.uint8)
         contents[: self.nbytes] = fill_byte  # 0xFF: NaN in every float type here
         dev.write(self._storage, contents)
-        self.array = self._storage[: self.nbytes].view(_raw_bits(np.empty(0, dtype)).dtype).reshape(shape)
+        self.array = self._storage[: self.nbytes].view(raw_bits(np.empty(0, dtype)).dtype).reshape(shape)
         self._dtype = dtype
 
     def check(self) -> None:
@@ -114,7 +167,8 @@ class Guarded:
 class BoundBatch:
     """A batch on a device, bound to a plan; ``run()`` launches and returns what was written."""
 
-    def __init__(self, dev, plan: nv.VerifyPlan, batch: Batch, *, with_lse: bool = True, extra_rows: int = 2):
+    def __init__(self, dev, plan: nv.VerifyPlan, batch: Batch, *, with_lse: bool = True, **replaced):
+        """``replaced``: device arrays to bind instead of the batch's own."""
         spec = batch.spec
         self.dev, self.plan, self.batch = dev, plan, batch
         self.arrays = {name: dev.upload(a) for name, a in batch.inputs().items()}
@@ -124,6 +178,7 @@ class BoundBatch:
         self.arrays["out"] = self._out.array
         if with_lse:
             self.arrays["lse"] = self._lse.array
+        self.arrays |= replaced
         self.bound = plan.bind(**self.arrays, k_scale=batch.k_scale, v_scale=batch.v_scale)
 
     def run(self, stream=None) -> Result:
