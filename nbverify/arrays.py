@@ -117,6 +117,21 @@ def describe(name: str, array: object, *, host: bool = False) -> ArrayInfo:
     return _from_protocols(name, array)
 
 
+def address_and_layout(array: Any) -> tuple[int, tuple] | None:
+    """``(address, everything else)`` of a CuPy array or a torch tensor, as the library keeps it; None for others.
+
+    Two arrays of equal layout differ in their address only.  Comparing layouts is what makes ``rebind`` cheap: nothing
+    is converted or checked that was checked when the first of them was bound.
+    """
+    origin = (type(array).__module__, type(array).__name__)
+    if origin == ("torch", "Tensor"):
+        return array.data_ptr(), (origin, array.shape, array.stride(), array.dtype, array.device, array.requires_grad)
+    if origin == ("cupy", "ndarray"):
+        memory = array.data
+        return memory.ptr, (origin, array.shape, array.strides, array.dtype, memory.device_id)
+    return None
+
+
 def _from_numpy(name: str, array: np.ndarray) -> ArrayInfo:
     dtype = _dtype_name(array.dtype)
     strides = _elements(name, array.strides, dtype)
@@ -445,18 +460,21 @@ def _layout_problem(buffer: contract.Buffer, info: ArrayInfo, alignment: int, is
     """A stride counts only where the axis has a second element."""
     num_free = len(buffer.free_strides)
     itemsize = ITEMSIZE[info.dtype]
-    c_strides = _c_strides(info.shape)
-    for number, (extent, stride) in enumerate(zip(info.shape, info.strides, strict=True)):
-        where = f"axis {number} ({buffer.axes[number]})"
-        if extent <= 1:
-            continue
-        if number >= num_free:
-            if stride != c_strides[number]:
-                return f": {where} has stride {stride}, not {c_strides[number]} (contiguous)"
-        elif stride < 0:
-            return f": {where} has stride {stride}, not >= 0"
-        elif stride * itemsize % alignment:
-            return f": {where} has a stride of {stride * itemsize} bytes, not a multiple of {alignment}"
+    contiguous = 1
+    for number in range(len(info.shape) - 1, -1, -1):
+        extent, stride = info.shape[number], info.strides[number]
+        if extent > 1:
+            if number >= num_free:
+                if stride != contiguous:
+                    return f": axis {number} ({buffer.axes[number]}) has stride {stride}, not {contiguous} (contiguous)"
+            elif stride < 0:
+                return f": axis {number} ({buffer.axes[number]}) has stride {stride}, not >= 0"
+            elif stride * itemsize % alignment:
+                return (
+                    f": axis {number} ({buffer.axes[number]}) has a stride of {stride * itemsize} bytes, "
+                    f"not a multiple of {alignment}"
+                )
+        contiguous *= extent
     if info.pointer % alignment:
         return f": its address {info.pointer:#x} is not a multiple of {alignment} bytes"
     if is_written:

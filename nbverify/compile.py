@@ -73,9 +73,10 @@ class Resources:
     """What one kernel needs, as the linker reports it, and what its PTX consists of."""
 
     registers: int
-    stack_bytes: int
-    local_bytes: int  # a spill, or an array that did not stay in registers
-    static_shared_bytes: int
+    spill_bytes: int  # stores and loads of registers that had to go to memory
+    local_bytes: int  # arrays that did not stay in registers
+    stack_bytes: int  # with spills, and with what the grid barrier's library call needs
+    static_shared_bytes: int  # sm_90 keeps 1024 bytes for itself
     instructions: dict[str, int]  # PTX opcode up to the second dot -> occurrences
 
 
@@ -152,14 +153,18 @@ def _compile_now(
     for body, step in zip(bodies, steps(spec, geometry, debug=debug), strict=True):
         if progress:
             progress(f"compiling {body.__name__} for {target.name}")
-        kernels.append(compile_body(body, contract.parameters(spec), target, max_threads=step.threads))
+        kernels.append(
+            compile_body(body, contract.parameters(spec), target, launch_bounds=(step.threads, step.blocks_per_sm))
+        )
     return tuple(kernels)
 
 
 def compile_body(
-    body: Callable, parameters: tuple[Parameter, ...], target: Target, *, max_threads: int
+    body: Callable, parameters: tuple[Parameter, ...], target: Target, *, launch_bounds: tuple[int, int]
 ) -> CompiledKernel:
     """Compile and link one kernel body with the single parameter ``args``.
+
+    ``launch_bounds`` are the threads of a block and the blocks that an SM should hold: they cap the registers.
 
     Raises CompileError if the body has other parameters, if it does not compile, or if the entry point's parameter
     block is not the one that the table describes.
@@ -168,7 +173,7 @@ def compile_body(
     if names != ("args",):
         raise CompileError(f"{body.__name__}: expected one parameter, args (see contract.py), got {names}")
     name = f"nbverify_{body.__name__}"
-    ptx, cooperative = _compile_ptx(body, parameters, target, max_threads)
+    ptx, cooperative = _compile_ptx(body, parameters, target, launch_bounds)
     mangled = re.search(r"\.entry\s+([\w$]+)\s*\(", ptx)
     if mangled is None:
         raise CompileError(f"{body.__name__}: no entry point in the PTX")
@@ -195,7 +200,7 @@ def _itemsize(dtype: str) -> int:
 
 
 def _compile_ptx(
-    body: Callable, parameters: tuple[Parameter, ...], target: Target, max_threads: int
+    body: Callable, parameters: tuple[Parameter, ...], target: Target, launch_bounds: tuple[int, int]
 ) -> tuple[str, bool]:
     from numba import cuda
     from numba.cuda import types
@@ -208,7 +213,7 @@ def _compile_ptx(
     with _target_as_device(target):
         try:
             ptx, _ = cuda.compile(
-                body, (args_type,), device=False, abi="numba", cc=target.cc, launch_bounds=max_threads
+                body, (args_type,), device=False, abi="numba", cc=target.cc, launch_bounds=launch_bounds
             )
         except Exception as error:
             raise CompileError(f"{body.__name__} for {target.name}: {type(error).__name__}: {error}") from error
@@ -239,7 +244,7 @@ def _link(ptx: str, target: Target, *, needs_cudadevrt: bool) -> tuple[bytes, st
         from cuda.pathfinder import find_static_lib
 
         inputs.append(ObjectCode.from_library(find_static_lib("cudadevrt")))
-    linker = Linker(*inputs, options=LinkerOptions(arch=target.name, verbose=True))
+    linker = Linker(*inputs, options=LinkerOptions(arch=target.name, verbose=True, ptxas_options=["-v"]))
     try:
         code = linker.link("cubin").code
         return bytes(code), linker.get_info_log()
@@ -250,19 +255,31 @@ def _link(ptx: str, target: Target, *, needs_cudadevrt: bool) -> tuple[bytes, st
 
 
 def _resources(name: str, log: str, ptx: str) -> Resources:
+    """Read the assembler's and the linker's reports, and count the PTX."""
+    spills = re.search(
+        rf"Function properties for {name}\s[^\n]*\d+ bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill",
+        log,
+    )
     usage = re.search(
-        rf"Function properties for '{name}':\s*\n[^\n]*used (\d+) registers[^\n]*?(\d+) stack, (\d+) bytes smem"
+        rf"Function properties for '{name}':\s[^\n]*used (\d+) registers[^\n]*?(\d+) stack, (\d+) bytes smem"
         r"[^\n]*?(\d+) bytes lmem",
         log,
     )
-    if usage is None:
+    if usage is None or spills is None:
         raise CompileError(f"{name}: the linker's report has no line for it:\n{log[-2000:]}")
     counts: dict[str, int] = {}
     body = ptx[ptx.index(f".entry {name}") :]
     for opcode in re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z][a-z0-9_.]*[a-z0-9])[\s;]", body, re.M):
         counts[opcode] = counts.get(opcode, 0) + 1
     registers, stack, shared, local = (int(x) for x in usage.groups())
-    return Resources(registers, stack, local, shared, dict(sorted(counts.items())))
+    return Resources(
+        registers=registers,
+        spill_bytes=int(spills[1]) + int(spills[2]),
+        local_bytes=local,
+        stack_bytes=stack,
+        static_shared_bytes=shared,
+        instructions=dict(sorted(counts.items())),
+    )
 
 
 # --- cache -----------------------------------------------------------------------------------------------------------

@@ -239,7 +239,7 @@ def check_driver(facts: Facts) -> Finding:
         return Finding("driver", OK, f"{emulator_only} ({facts.driver_error})")
     seen = f"; this machine has a GPU: {', '.join(facts.hardware)}" if facts.hardware else ""
     if facts.driver_missing:
-        fix = "install NVIDIA's driver (Ubuntu: sudo apt install nvidia-driver-580); in a container: docker run --gpus all"
+        fix = "install NVIDIA's driver (sudo apt install nvidia-driver-580); in a container: docker run --gpus all"
     elif facts.driver_code == CUDA_ERROR_NO_DEVICE and facts.visible_devices is not None:
         fix = f"unset CUDA_VISIBLE_DEVICES   # it is {facts.visible_devices!r}"
     else:

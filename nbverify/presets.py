@@ -61,7 +61,7 @@ def qwen3_8b() -> VerifySpec:
 
 
 def smollm2_135m() -> VerifySpec:
-    """SmolLM2-135M: 9 query and 3 KV heads of 64, positions 8,192 (its ``config.json``); the packaged fixture's model."""
+    """SmolLM2-135M: 9 query and 3 KV heads of 64, positions 8,192 (its ``config.json``); the fixture's model."""
     return _gqa(9, 3, 64, max_kv_len=8_192)
 
 

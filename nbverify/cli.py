@@ -1,0 +1,456 @@
+"""The command line: ``nbverify demo | doctor | compile``.
+
+Exit codes: 0 it worked; 1 it did not (a check failed, something is broken, an error); 2 wrong usage; 130 interrupted.
+Whatever is heavy is imported inside a command, so that ``--help`` is quick and ``doctor`` runs on a broken machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import nbverify
+from nbverify.errors import ArgumentError, NbverifyError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from nbverify.compile import CompiledKernel
+    from nbverify.spec import VerifySpec
+
+DEFAULT_PRESET = "kimi-k2.6-tp8"
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except NbverifyError as error:
+        return fail(str(error))
+    except OSError as error:
+        return fail(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": "))
+    except ImportError as error:  # numba says in many lines which numpy it would have liked
+        reason = str(error).strip().partition("\n")[0]
+        return fail(f"{reason} (type `nbverify doctor` to see what is wrong with this installation)")
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def fail(message: str) -> int:
+    """Say it in red on stderr; exit code 1."""
+    from rich.console import Console
+    from rich.text import Text
+
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), (message, "red")))
+    return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands and their flags."""
+    parser = argparse.ArgumentParser(
+        prog="nbverify", description="Tree-verify attention for speculative decoding, in readable Numba-CUDA Python."
+    )
+    parser.add_argument("--version", action="version", version=f"nbverify {nbverify.__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    add_demo(commands)
+    add_doctor(commands)
+    add_compile(commands)
+    return parser
+
+
+# --- demo ------------------------------------------------------------------------------------------------------------
+
+
+def add_demo(commands: Any) -> None:
+    """Flags of ``demo``."""
+    parser = commands.add_parser(
+        "demo",
+        help="verify a real draft tree, and check every number",
+        description="Verify a real draft tree (SmolLM2-135M) on the GPU, or without one in the emulator, and compare "
+        "with float64 and with the model's own output.  On a GPU also the shape of Kimi K2.6 at 32k tokens, timed.",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "gpu", "emulator"),
+        default="auto",
+        help="auto: the GPU; the emulator only where there is none (default)",
+    )
+    parser.add_argument("--seed", type=_not_negative, default=0, help="of the emulator's schedule and of random values")
+    parser.add_argument("--nodes", type=int, metavar="N", help="only the first N nodes of the tree: quicker to emulate")
+    parser.add_argument(
+        "--reduction",
+        choices=("grid_sync", "two_launch"),
+        default="grid_sync",
+        help="two_launch: for a GPU, or a share of one, that refuses cooperative launches",
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.set_defaults(run=run_demo)
+
+
+def run_demo(arguments: argparse.Namespace) -> int:
+    """``nbverify demo``."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from nbverify import demo, doctor
+    from nbverify.fixture import load_fixture
+
+    console, status = Console(), Console(stderr=True)
+    layer = demo.first_nodes(load_fixture(), arguments.nodes)
+    if arguments.device == "emulator":
+        device, why = "emulator", "asked for"
+    else:
+        device, why = demo.choose_device(arguments.device, doctor.gather_facts())
+    if not arguments.json:
+        demo.show_tree(console, layer)
+        console.print(Text.assemble("running on: ", (device, "bold"), f", {why}\n"))
+    options = {"seed": arguments.seed, "reduction": arguments.reduction}
+    runs = []
+    for run in (demo.run_fixture, demo.run_kimi) if device == "gpu" else (demo.run_fixture,):
+        done = demo.run_fixture(layer, device, console=status, **options) if run is demo.run_fixture else run(**options)
+        runs.append(done)
+        if not arguments.json:
+            demo.show_run(console, done)
+    passed = all(run.passed for run in runs)
+    if arguments.json:
+        print(json.dumps({"device": device, "passed": passed, "runs": [run.record() for run in runs]}, indent=2))
+    else:
+        console.print("[bold green]PASS[/bold green]" if passed else "[bold red]FAIL[/bold red]")
+    return 0 if passed else 1
+
+
+# --- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def add_doctor(commands: Any) -> None:
+    """Flags of ``doctor``."""
+    parser = commands.add_parser(
+        "doctor",
+        help="what is installed, what is wrong, and what to type",
+        description="Check Python, packages, toolkit, driver and GPUs.  Exit code 1 if something is broken; "
+        "a machine without a GPU is not.",
+    )
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(run=run_doctor)
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """``nbverify doctor``."""
+    from nbverify import doctor
+
+    facts = doctor.gather_facts()
+    findings = doctor.examine(facts)
+    sound = doctor.can_run(findings)
+    if arguments.json:
+        record = {
+            "ok": sound,
+            "findings": [dataclasses.asdict(f) for f in findings],
+            "facts": dataclasses.asdict(facts),
+        }
+        print(json.dumps(record, indent=2))
+        return 0 if sound else 1
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {doctor.OK: "green", doctor.WARN: "yellow", doctor.FAIL: "bold red"}
+    table = Table.grid(padding=(0, 2))
+    for finding in findings:
+        text = Text(finding.detail)
+        if finding.fix:
+            text.append("\ntype: ", "dim").append(finding.fix, "bold")
+        table.add_row(Text(finding.status, colours[finding.status]), finding.name, text)
+    console = Console()
+    console.print(table)
+    if not sound:
+        console.print("[bold red]broken[/bold red]: see the lines marked fail", highlight=False)
+    elif facts.gpus:
+        console.print("[green]ready[/green]: nbverify demo", highlight=False)
+    else:
+        console.print(
+            "[green]ready[/green] without a GPU: nbverify demo runs in the emulator, nbverify compile works",
+            highlight=False,
+        )
+    return 0 if sound else 1
+
+
+# --- compile ---------------------------------------------------------------------------------------------------------
+
+# Flags that are fields of VerifySpec, given through to it: name -> type.  Unset ones keep the preset's value.
+SPEC_FLAGS: dict[str, type] = {
+    "max_requests": int,
+    "max_nodes": int,
+    "max_kv_len": int,
+    "sm_scale": float,
+    "dtype": str,
+    "kv_dtype": str,
+    "mask": str,
+    "split": str,
+    "reduction": str,
+    "kernel": str,
+}
+# What --mla and --gqa start from; sizes beside max_requests do not change the code.
+OWN_SHAPE_SIZES: dict[str, Any] = {"max_requests": 16, "max_nodes": 33, "max_kv_len": 262_144}
+
+# Instruction class -> pattern of the PTX opcode.  f64 must be 0; 64-bit integers are slow.
+INSTRUCTION_CLASSES = {
+    "mma": r"(wg)?mma\.",
+    "ldmatrix": r"ldmatrix\.",
+    "async copies": r"cp\.(async|reduce)\.",
+    "shared loads": r"ld\.shared",
+    "shared stores": r"st\.shared",
+    "global loads": r"ld\.global",
+    "global stores": r"st\.global",
+    "local memory": r"(ld|st)\.local",
+    "fma": r"fma\.\w+(\.\w+)*",
+    "64-bit integer": r"(add|sub|mul|mad|div|rem|min|max|neg|abs|sh[lr]|and|x?or|not|setp|selp)\.([\w.]*\.)?[sub]64",
+}
+F64 = re.compile(r"^\s+(?:@!?%p\d+\s+)?[a-z]\w*(?:\.\w+)*\.f64\b", re.MULTILINE)
+
+
+def add_compile(commands: Any) -> None:
+    """Flags of ``compile``."""
+    parser = commands.add_parser(
+        "compile",
+        help="compile for any GPU, without one: registers, shared memory, PTX, cubin",
+        description="Compile the kernels of a spec for a compute capability and report what they need.",
+    )
+    parser.add_argument(
+        "--cc", action="append", required=True, metavar="X.Y", help="compute capability such as 12.0; may be repeated"
+    )
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--preset", metavar="NAME", help=f"a model of nbverify/presets.py (default {DEFAULT_PRESET})")
+    shape.add_argument(
+        "--mla", type=_integers, metavar="HEADS[,DQK,DV]", help="a shape of your own with shared K and V"
+    )
+    shape.add_argument("--gqa", type=_integers, metavar="HQ,HKV,D[,DV]", help="your own shape, K and V apart")
+    for name, kind in SPEC_FLAGS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="as in VerifySpec")
+    parser.add_argument("--debug", action="store_true", help="with the input checks of VerifyPlan(debug=True)")
+    parser.add_argument("--ptx", type=Path, metavar="FILE", help="write the PTX")
+    parser.add_argument("--cubin", type=Path, metavar="FILE", help="write the cubin")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run_compile)
+
+
+def run_compile(arguments: argparse.Namespace) -> int:
+    """``nbverify compile``."""
+    from rich.console import Console
+
+    from nbverify import compile
+
+    spec = spec_of(arguments)
+    targets = [compile.target_of(cc) for cc in arguments.cc]
+    reports: list[dict[str, Any]] = []
+    compiled: list[CompiledKernel] = []
+    with Console(stderr=True).status("") as status:
+        for target in targets:
+            lines: list[str] = []  # compile_spec says something only when it compiles
+
+            def say(line: str, lines: list[str] = lines) -> None:
+                lines.append(line)
+                status.update(f"{line} (10 to 60 s)")
+
+            start = time.perf_counter()
+            kernels = compile.compile_spec(spec, target, debug=arguments.debug, progress=say)
+            seconds = time.perf_counter() - start
+            compiled += kernels
+            reports += kernel_reports(
+                spec, kernels, target.cc[:2], debug=arguments.debug, cached=not lines, seconds=seconds
+            )
+    for path, contents in ((arguments.ptx, "ptx"), (arguments.cubin, "cubin")):
+        if path is not None:
+            write_outputs(path, compiled, contents)
+    if arguments.json:
+        record = {"spec": _plain(spec), "sources": compile.source_hash(), "kernels": reports}
+        print(json.dumps(record, indent=2))
+    else:
+        show_compiled(Console(), spec, reports)
+    bad = [report for report in reports if report["instructions"]["f64"]]
+    if bad:
+        names = ", ".join(f"{report['name']} for {report['target']}" for report in bad)
+        return fail(f"float64 instructions in {names}: a literal without float32(), or a Python float")
+    return 0
+
+
+def spec_of(arguments: argparse.Namespace) -> VerifySpec:
+    """The spec that the flags describe."""
+    from nbverify import presets
+    from nbverify.spec import VerifySpec
+
+    given = {name: getattr(arguments, name) for name in SPEC_FLAGS if getattr(arguments, name) is not None}
+    if arguments.mla is None and arguments.gqa is None:
+        spec = presets.preset(arguments.preset or DEFAULT_PRESET)
+        if "dtype" in given:
+            given.setdefault("kv_dtype", None)  # the cache follows, unless it is given too
+        return dataclasses.replace(spec, **given)
+    options = {**OWN_SHAPE_SIZES, **given}
+    if arguments.mla is not None:
+        if len(arguments.mla) not in (1, 3):
+            raise ArgumentError("--mla", "HEADS or HEADS,DQK,DV", arguments.mla)
+        heads, qk, v = arguments.mla if len(arguments.mla) == 3 else (*arguments.mla, 576, 512)
+        options.setdefault("sm_scale", qk**-0.5 if qk > 0 else 1.0)
+        return VerifySpec.mla(heads, head_dim_qk=qk, head_dim_v=v, **options)
+    if len(arguments.gqa) not in (3, 4):
+        raise ArgumentError("--gqa", "HQ,HKV,D or HQ,HKV,D,DV", arguments.gqa)
+    q_heads, kv_heads, qk, *rest = arguments.gqa
+    options.setdefault("sm_scale", qk**-0.5 if qk > 0 else 1.0)
+    return VerifySpec.gqa(q_heads, kv_heads, qk, head_dim_v=rest[0] if rest else None, **options)
+
+
+def kernel_reports(
+    spec: VerifySpec,
+    kernels: Sequence[CompiledKernel],
+    cc: tuple[int, int],
+    *,
+    debug: bool,
+    cached: bool,
+    seconds: float,
+) -> list[dict[str, Any]]:
+    """What each kernel of one target needs."""
+    from nbverify.kernels import geometry as geo
+
+    steps = geo.steps(spec, geo.simt_geometry(spec), debug=debug)
+    reports = []
+    for kernel, step in zip(kernels, steps, strict=True):
+        r = kernel.resources
+        shared = r.static_shared_bytes + step.shared_bytes
+        blocks, limit = blocks_per_sm(cc, step.threads, r.registers, shared)
+        reports.append(
+            {
+                "name": kernel.name,
+                "target": kernel.target,
+                "cooperative": kernel.cooperative,
+                "threads": step.threads,
+                "registers": r.registers,
+                "stack_bytes": r.stack_bytes,
+                "local_bytes": r.local_bytes,
+                "static_shared_bytes": r.static_shared_bytes,
+                "dynamic_shared_bytes": step.shared_bytes,
+                "blocks_per_sm": blocks,
+                "blocks_limited_by": limit,
+                "cubin_bytes": len(kernel.cubin),
+                "instructions": count_instructions(kernel),
+                "from_cache": cached,
+                "seconds": round(seconds, 3),
+            }
+        )
+    return reports
+
+
+def count_instructions(kernel: CompiledKernel) -> dict[str, int]:
+    """PTX instructions by class, as written: a loop's body counts once."""
+    counts = {
+        name: sum(n for opcode, n in kernel.resources.instructions.items() if re.match(pattern, opcode))
+        for name, pattern in INSTRUCTION_CLASSES.items()
+    }
+    counts["f64"] = len(F64.findall(kernel.ptx))
+    counts["all"] = sum(kernel.resources.instructions.values())
+    return counts
+
+
+def blocks_per_sm(cc: tuple[int, int], threads: int, registers: int, shared_bytes: int) -> tuple[int | None, str]:
+    """(Co-resident blocks, what limits them), by the limits of the architecture; the plan asks the driver.
+
+    Blocks is None for an architecture that is not in the table.
+    """
+    from nbverify.doctor import REGISTERS_STEP, SM_LIMITS, SYSTEM_SHARED_BYTES, WARP
+
+    limits = SM_LIMITS.get(cc)
+    if limits is None:
+        return None, "unknown architecture"
+    if shared_bytes > limits.shared_optin_bytes:
+        return 0, f"shared memory: {limits.shared_optin_bytes:,} bytes a block"
+    warps = -(-threads // WARP)
+    warp_registers = -(-registers * WARP // REGISTERS_STEP) * REGISTERS_STEP
+    by = {
+        "registers": limits.registers // warp_registers // warps if registers else limits.max_blocks,
+        "shared memory": limits.shared_bytes // (shared_bytes + SYSTEM_SHARED_BYTES),
+        "threads": limits.max_threads // (warps * WARP),
+        "blocks": limits.max_blocks,
+    }
+    smallest = min(by, key=lambda name: by[name])
+    return by[smallest], smallest
+
+
+def write_outputs(path: Path, kernels: Sequence[CompiledKernel], contents: str) -> None:
+    """One kernel: the file as named.  Several: ``name.<kernel>.<target>.suffix``."""
+    for kernel in kernels:
+        data = kernel.ptx.encode() if contents == "ptx" else kernel.cubin
+        own = path if len(kernels) == 1 else path.with_name(f"{path.stem}.{kernel.name}.{kernel.target}{path.suffix}")
+        own.write_bytes(data)
+
+
+def show_compiled(console: Console, spec: VerifySpec, reports: list[dict[str, Any]]) -> None:
+    """A column for each kernel and target."""
+    from rich.table import Table
+    from rich.text import Text
+
+    kind = "MLA" if spec.shared_kv else "GQA"
+    console.print(
+        f"{kind}, {spec.num_q_heads} heads / {spec.num_kv_heads} KV, {spec.head_dim_qk} / {spec.head_dim_v} wide, "
+        f"{spec.dtype}, KV {spec.kv_dtype}, mask {spec.mask.value}, split {spec.split}, reduction {spec.reduction}, "
+        f"kernel {spec.kernel}, max_requests {spec.max_requests}",
+        highlight=False,
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for report in reports:
+        table.add_column(f"{report['name'].removeprefix('nbverify_')} {report['target']}", justify="right")
+
+    def row(name: str, values: list[str], bad: list[bool] | None = None) -> None:
+        marks = bad or [False] * len(values)
+        table.add_row(name, *(Text(v, "bold red" if b else "") for v, b in zip(values, marks, strict=True)))
+
+    def numbers(key: str, *, must_be_zero: bool = False) -> tuple[list[str], list[bool]]:
+        return [f"{r[key]:,}" for r in reports], [must_be_zero and r[key] != 0 for r in reports]
+
+    row("registers", *numbers("registers"))
+    row("stack, bytes", *numbers("stack_bytes"))
+    row("spills and local, bytes", *numbers("local_bytes", must_be_zero=True))
+    row("static shared, bytes", *numbers("static_shared_bytes"))
+    row("dynamic shared, bytes", *numbers("dynamic_shared_bytes"))
+    row("threads", *numbers("threads"))
+    row("cooperative launch", ["yes" if r["cooperative"] else "no" for r in reports])
+    row(
+        "blocks per SM, estimate",
+        ["?" if r["blocks_per_sm"] is None else str(r["blocks_per_sm"]) for r in reports],
+        [r["blocks_per_sm"] == 0 for r in reports],
+    )
+    row("  limited by", [r["blocks_limited_by"] for r in reports])
+    row("cubin, bytes", *numbers("cubin_bytes"))
+    for name in reports[0]["instructions"]:
+        counts = [r["instructions"][name] for r in reports]
+        row(f"PTX {name}", [f"{n:,}" for n in counts], [name == "f64" and n != 0 for n in counts])
+    row("from", ["the cache" if r["from_cache"] else "compiled now" for r in reports])
+    row("seconds", [f"{r['seconds']:.1f}" for r in reports])
+    console.print(table)
+
+
+# --- parsing ---------------------------------------------------------------------------------------------------------
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected integers separated by commas, got {text!r}") from None
+
+
+def _not_negative(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 on, got {text!r}")
+    return int(text)
+
+
+def _plain(spec: VerifySpec) -> dict[str, Any]:
+    return {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
