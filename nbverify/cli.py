@@ -317,13 +317,16 @@ def kernel_reports(
     seconds: float,
 ) -> list[dict[str, Any]]:
     """What each kernel of one target needs."""
+    from nbverify.doctor import SYSTEM_SHARED_BYTES
     from nbverify.kernels import geometry as geo
 
     steps = geo.steps(spec, geo.simt_geometry(spec), debug=debug)
     reports = []
     for kernel, step in zip(kernels, steps, strict=True):
         r = kernel.resources
-        shared = r.static_shared_bytes + step.shared_bytes
+        # For sm_90 the linker counts what the system takes of each block's shared memory as static.
+        system = min(r.static_shared_bytes, SYSTEM_SHARED_BYTES) if cc[0] == 9 else 0
+        shared = r.static_shared_bytes - system + step.shared_bytes
         blocks, limit = blocks_per_sm(cc, step.threads, r.registers, shared)
         reports.append(
             {
@@ -332,8 +335,9 @@ def kernel_reports(
                 "cooperative": kernel.cooperative,
                 "threads": step.threads,
                 "registers": r.registers,
-                "stack_bytes": r.stack_bytes,
+                "spill_bytes": r.spill_bytes,
                 "local_bytes": r.local_bytes,
+                "stack_bytes": r.stack_bytes,
                 "static_shared_bytes": r.static_shared_bytes,
                 "dynamic_shared_bytes": step.shared_bytes,
                 "blocks_per_sm": blocks,
@@ -415,8 +419,9 @@ def show_compiled(console: Console, spec: VerifySpec, reports: list[dict[str, An
         return [f"{r[key]:,}" for r in reports], [must_be_zero and r[key] != 0 for r in reports]
 
     row("registers", *numbers("registers"))
+    row("spills, bytes", *numbers("spill_bytes", must_be_zero=True))
+    row("local arrays, bytes", *numbers("local_bytes", must_be_zero=True))
     row("stack, bytes", *numbers("stack_bytes"))
-    row("spills and local, bytes", *numbers("local_bytes", must_be_zero=True))
     row("static shared, bytes", *numbers("static_shared_bytes"))
     row("dynamic shared, bytes", *numbers("dynamic_shared_bytes"))
     row("threads", *numbers("threads"))

@@ -503,10 +503,14 @@ def _toolkit_version() -> tuple[int, int] | None:
         return None
 
 
+def _load_driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
 def _ask_driver() -> dict[str, object]:
     """The driver's fields of Facts."""
     try:
-        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        driver = _load_driver()
     except OSError as error:
         return {"driver_missing": True, "driver_error": f"no driver library: {error}"}
     version = ctypes.c_int()

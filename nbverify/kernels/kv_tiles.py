@@ -46,34 +46,34 @@ def make_copy_tile(spec, geometry):
                 slot = slot_of(args, request, key)
                 # 64-bit: slot * stride passes 2^31 in a pool of 4 GB.
                 source = slot * args.k_cache_stride_slot + kv_head * args.k_cache_stride_head
-                copy_row(args.k_cache, source, k_tile, row * k_stride, qk_words, lane)
+                copy_row(args.k_cache[source:], k_tile[row * k_stride :], qk_words, lane)
                 if separate_v:
                     source = slot * args.v_cache_stride_slot + kv_head * args.v_cache_stride_head
-                    copy_row(args.v_cache, source, v_tile, row * v_stride, v_words, lane)
+                    copy_row(args.v_cache[source:], v_tile[row * v_stride :], v_words, lane)
 
     return copy_tile
 
 
 @cuda.jit(device=True)
-def _copy_row(pool, source, tile, target, words, lane):
-    pool_words = pool.view(np.uint32)  # rows are 16-byte aligned (contract.ROW_ALIGNMENT_BYTES)
-    source_word = source // 2
-    for word in range(lane, words, WARP):
-        tile[target + word] = pool_words[source_word + word]
+def _copy_row(source, target, words, lane):
+    source_words = source.view(np.uint32)  # rows are 16-byte aligned (contract.ROW_ALIGNMENT_BYTES)
+    word = lane
+    while word < words:  # not a range: see the head of simt.py
+        target[word] = source_words[word]
+        word += WARP
 
 
 def _make_copy_fp8_row(dtype):
     narrow = make_narrow(dtype)
 
     @cuda.jit(device=True)
-    def copy_fp8_row(pool, source, tile, target, words, lane):
-        pool_words = pool.view(np.uint32)
-        source_word = source // 4
+    def copy_fp8_row(source, target, words, lane):
+        source_words = source.view(np.uint32)
         for pair in range(lane, words // 2, WARP):  # one word of four bytes becomes two words of two elements
-            four = pool_words[source_word + pair]
+            four = source_words[pair]
             for half in range(2):
                 low = narrow(fp8_e4m3_to_float32(four >> uint32(16 * half)))
                 high = narrow(fp8_e4m3_to_float32(four >> uint32(16 * half + 8)))
-                tile[target + 2 * pair + half] = low | uint32(high << uint32(16))
+                target[2 * pair + half] = low | uint32(high << uint32(16))
 
     return copy_fp8_row

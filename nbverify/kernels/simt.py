@@ -19,6 +19,10 @@ Numerics   products and sums in float32, P kept in float32; states as in kernels
            takes no part in it, whatever K and V hold there: its weight is marked HIDDEN and skipped, not multiplied.
            A visible NaN reaches the rows that see it and no other.
 
+Loops      the innermost ones are ``while`` loops over views that start at the warp's own rows.  Of a ``range`` counter,
+           or an offset made from the thread index, the compiler does not know that it is not negative, and keeps
+           Python's wraparound of negative indices: five 64-bit operations at every load (seen in the PTX).
+
 The two phases are joined by ``reduce/``: in one cooperative launch with a grid-wide barrier, or in two launches.
 """
 
@@ -84,18 +88,20 @@ def make_split_phase(spec, geometry, schedule):
             q_tile[row * qk_words + word] = words[source // 2 + word]
 
     @cuda.jit(device=True)
-    def dot_products(q_tile, k_tile, warp_row, scores):
-        """``scores[r] = q[warp_row + r] . k[lane]`` for the warp's rows: a key word is read once for all of them."""
-        lane = cuda.threadIdx.x % WARP
+    def dot_products(q_rows, k_tile, scores):
+        """``scores[r] = q_rows[r] . k[lane]``: a key word is read once for all rows of the warp."""
+        k_row = cuda.threadIdx.x % WARP * k_stride
         for r in range(rows_per_warp):
             scores[r] = ZERO
-        for word in range(qk_words):
-            k_pair = k_tile[lane * k_stride + word]
+        word = 0
+        while word < qk_words:
+            k_pair = k_tile[k_row + word]
             k_even, k_odd = widen(k_pair), widen(k_pair >> uint32(16))
             for r in range(rows_per_warp):
-                q_pair = q_tile[(warp_row + r) * qk_words + word]
+                q_pair = q_rows[r * qk_words + word]
                 even_sum = cuda.fma(widen(q_pair), k_even, scores[r])
                 scores[r] = cuda.fma(widen(q_pair >> uint32(16)), k_odd, even_sum)
+            word += 1
 
     @cuda.jit(device=True)
     def mask_and_modify(args, request, kv_head, mask_start, row, num_rows, key, score):
@@ -112,54 +118,56 @@ def make_split_phase(spec, geometry, schedule):
         return score * LOG2_E, True
 
     @cuda.jit(device=True)
-    def add_values(v_tile, weights, o_tile, warp_row, factors):
+    def add_values(v_tile, p_rows, o_rows, factors):
         """``o = o * factor + P @ V`` for the warp's rows; a lane owns columns 2 w and 2 w + 1, w = lane, lane + 32.."""
         even, odd = cuda.local.array(rows_per_warp, float32), cuda.local.array(rows_per_warp, float32)
-        for word in range(cuda.threadIdx.x % WARP, v_words, WARP):
+        word = cuda.threadIdx.x % WARP
+        while word < v_words:
             for r in range(rows_per_warp):
-                o_row = (warp_row + r) * head_dim_v
-                even[r] = o_tile[o_row + word] * factors[r]
-                odd[r] = o_tile[o_row + v_words + word] * factors[r]
-            for key in range(keys_per_tile):
+                even[r] = o_rows[r * head_dim_v + word] * factors[r]
+                odd[r] = o_rows[r * head_dim_v + v_words + word] * factors[r]
+            key = 0
+            while key < keys_per_tile:
                 v_pair = v_tile[key * v_stride + word]
                 v_even, v_odd = widen(v_pair), widen(v_pair >> uint32(16))
                 for r in range(rows_per_warp):
-                    p = weights[(warp_row + r) * keys_per_tile + key]
+                    p = p_rows[r * keys_per_tile + key]
                     if not p < ZERO:  # NaN is seen, HIDDEN is not
                         even[r] = cuda.fma(p, v_even, even[r])
                         odd[r] = cuda.fma(p, v_odd, odd[r])
+                key += 1
             for r in range(rows_per_warp):
-                o_row = (warp_row + r) * head_dim_v
-                o_tile[o_row + word] = even[r]
-                o_tile[o_row + v_words + word] = odd[r]
+                o_rows[r * head_dim_v + word] = even[r]
+                o_rows[r * head_dim_v + v_words + word] = odd[r]
+            word += WARP
 
     @cuda.jit(device=True)
-    def write_row(args, request, kv_head, unit_row, o_tile, o_row, maximum, total):
+    def write_row(args, request, kv_head, unit_row, o_row, maximum, total):
         """The result of a row whose keys were all seen here.  One warp."""
         lane = cuda.threadIdx.x % WARP
         token, head = request.token_start + unit_row // group, kv_head * group + unit_row % group
         out = args.out.view(np.uint32)
         target = (token * args.out_stride_token + head * args.out_stride_head) // 2
         for word in range(lane, v_words, WARP):
-            even = normalise(o_tile[o_row + word], total, args.v_scale)
-            odd = normalise(o_tile[o_row + v_words + word], total, args.v_scale)
+            even = normalise(o_row[word], total, args.v_scale)
+            odd = normalise(o_row[v_words + word], total, args.v_scale)
             out[target + word] = narrow(even) | uint32(narrow(odd) << uint32(16))
         if lane == 0 and args.lse.size > 0:
             args.lse[token * args.lse_stride_token + head] = log_sum_exp(maximum, total)
 
     @cuda.jit(device=True)
-    def write_partial(args, slot_row, o_tile, o_row, maximum, total):
+    def write_partial(args, slot_row, o_row, maximum, total):
         """The state of a row that other blocks share.  One warp.  Columns in order, float32."""
         lane = cuda.threadIdx.x % WARP
         for word in range(lane, v_words, WARP):
-            args.partial_o[slot_row * head_dim_v + 2 * word] = o_tile[o_row + word]
-            args.partial_o[slot_row * head_dim_v + 2 * word + 1] = o_tile[o_row + v_words + word]
+            args.partial_o[slot_row * head_dim_v + 2 * word] = o_row[word]
+            args.partial_o[slot_row * head_dim_v + 2 * word + 1] = o_row[v_words + word]
         if lane == 0:
             args.partial_ml[2 * slot_row] = maximum
             args.partial_ml[2 * slot_row + 1] = total
 
     @cuda.jit(device=True)
-    def run_segment(args, segment, q_tile, k_tile, v_tile, weights, o_tile):
+    def run_segment(args, segment, q_tile, k_tile, v_tile, q_rows, p_rows, o_rows):
         """One row unit x one range of key tiles.  All threads of the block call it."""
         lane, warp = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP
         request = load_request(args, segment.request)
@@ -177,10 +185,9 @@ def make_split_phase(spec, geometry, schedule):
         for r in range(rows_per_warp):
             maxima[r] = NEG_INF
             sums[r] = ZERO
-            o_row = (warp_row + r) * head_dim_v
             for word in range(lane, v_words, WARP):  # each lane the columns it owns: no other lane may still read them
-                o_tile[o_row + word] = ZERO
-                o_tile[o_row + v_words + word] = ZERO
+                o_rows[r * head_dim_v + word] = ZERO
+                o_rows[r * head_dim_v + v_words + word] = ZERO
 
         copy_queries(args, request, kv_head, first_row, rows_here, q_tile)
         for tile in range(segment.first_tile, segment.end_tile):
@@ -188,7 +195,7 @@ def make_split_phase(spec, geometry, schedule):
             copy_tile(args, request, kv_head, first_key, k_tile, v_tile)
             cuda.syncthreads()  # publishes the tile, and before the first one the queries, to all warps
             if warp_row < rows_here:
-                dot_products(q_tile, k_tile, warp_row, scores)
+                dot_products(q_rows, k_tile, scores)
                 for r in range(rows_per_warp):
                     score, seen = mask_and_modify(
                         args,
@@ -205,25 +212,29 @@ def make_split_phase(spec, geometry, schedule):
                     factors[r] = weight(maxima[r], maximum)
                     sums[r] = cuda.fma(sums[r], factors[r], warp_sum(p))
                     maxima[r] = maximum
-                    weights[(warp_row + r) * keys_per_tile + lane] = p if seen else HIDDEN
+                    p_rows[r * keys_per_tile + lane] = p if seen else HIDDEN
                 cuda.syncwarp()  # publishes the weights to the warp that owns these rows
-                add_values(v_tile, weights, o_tile, warp_row, factors)
+                add_values(v_tile, p_rows, o_rows, factors)
             cuda.syncthreads()  # nobody reads this tile any more: the next copy, or the next segment, may overwrite it
 
         for r in range(rows_per_warp):
             if warp_row + r < rows_here:
-                o_row = (warp_row + r) * head_dim_v
+                o_row = o_rows[r * head_dim_v : (r + 1) * head_dim_v]
                 if segment.direct:
-                    write_row(args, request, kv_head, first_row + warp_row + r, o_tile, o_row, maxima[r], sums[r])
+                    write_row(args, request, kv_head, first_row + warp_row + r, o_row, maxima[r], sums[r])
                 else:
                     slot_row = segment.slot * rows_per_tile + warp_row + r
-                    write_partial(args, slot_row, o_tile, o_row, maxima[r], sums[r])
+                    write_partial(args, slot_row, o_row, maxima[r], sums[r])
 
     @cuda.jit(device=True)
     def split_phase(args, table):
         words, floats = cuda.shared.array(0, uint32, 16), cuda.shared.array(0, float32, 16)
         q_tile, k_tile, v_tile = words[q_begin:k_begin], words[k_begin:weights_begin], words[v_begin:weights_begin]
-        weights, o_tile = floats[weights_begin:o_begin], floats[o_begin:o_end]
+        # The rows that this warp owns.
+        warp_row = cuda.threadIdx.x // WARP * rows_per_warp
+        q_rows = q_tile[warp_row * qk_words :]
+        p_rows = floats[weights_begin + warp_row * keys_per_tile : o_begin]
+        o_rows = floats[o_begin + warp_row * head_dim_v : o_end]
 
         blocks, num_items = num_active_blocks(args, table), table[args.num_requests]
         block = int64(cuda.blockIdx.x)
@@ -232,7 +243,7 @@ def make_split_phase(spec, geometry, schedule):
             end = (block + 1) * num_items // blocks
             while position < end:
                 segment = segment_at(args, table, position, end)
-                run_segment(args, segment, q_tile, k_tile, v_tile, weights, o_tile)
+                run_segment(args, segment, q_tile, k_tile, v_tile, q_rows, p_rows, o_rows)
                 position = segment.next_position
 
     return split_phase
