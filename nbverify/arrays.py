@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Hashable
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -123,13 +124,20 @@ def address_and_layout(array: Any) -> tuple[int, tuple] | None:
     Two arrays of equal layout differ in their address only.  Comparing layouts is what makes ``rebind`` cheap: nothing
     is converted or checked that was checked when the first of them was bound.
     """
-    origin = (type(array).__module__, type(array).__name__)
-    if origin == ("torch", "Tensor"):
-        return array.data_ptr(), (origin, array.shape, array.stride(), array.dtype, array.device, array.requires_grad)
-    if origin == ("cupy", "ndarray"):
+    library = _library_of(type(array))  # type: ignore[arg-type]  # mypy: a class is not Hashable
+    if library == "cupy":
         memory = array.data
-        return memory.ptr, (origin, array.shape, array.strides, array.dtype, memory.device_id)
+        return memory.ptr, ("cupy", array.shape, array.strides, array.dtype, memory.device_id)
+    if library == "torch":
+        return array.data_ptr(), ("torch", array.shape, array.stride(), array.dtype, array.device, array.requires_grad)
     return None
+
+
+@cache
+def _library_of(cls: Hashable) -> str:
+    """The library whose plain array class this is, or ""."""
+    origin = (getattr(cls, "__module__", ""), getattr(cls, "__name__", ""))
+    return {("torch", "Tensor"): "torch", ("cupy", "ndarray"): "cupy"}.get(origin, "")
 
 
 def _from_numpy(name: str, array: np.ndarray) -> ArrayInfo:
@@ -385,118 +393,128 @@ BOUND_BY_ARRAYS = ("num_tokens", "num_requests", "num_slots")  # every other ext
 
 
 class _Axis(NamedTuple):
-    """``">=num_tokens"`` is a lower bound of num_tokens, ``"num_requests+1"`` has offset 1, ``"2"`` has no name."""
+    """One entry of ``Buffer.axes``: ``name + offset``, a number (no name), or a lower bound of either."""
 
+    text: str
     name: str
     offset: int
     is_bound: bool
 
-    def extent(self, dims: dict[str, int]) -> int:
-        return (dims[self.name] if self.name else 0) + self.offset
-
-    def text(self, dims: dict[str, int]) -> str:
+    def expected(self, dims: dict[str, int]) -> str:
+        """For a message: ``num_tokens=33``, ``>= 0``."""
         label = self.name + (f"+{self.offset}" if self.offset else "") if self.name else ""
-        known = str(self.extent(dims)) if not self.name or self.name in dims else ""
+        known = str(dims.get(self.name, 0) + self.offset) if not self.name or self.name in dims else ""
         return (">= " if self.is_bound else "") + "=".join(part for part in (label, known) if part)
 
 
-@cache
 def _parse(axis: str) -> _Axis:
     name, _, offset = axis.removeprefix(">=").partition("+")
     if name.isdecimal():
-        return _Axis("", int(name), axis.startswith(">="))
-    return _Axis(name, int(offset or 0), axis.startswith(">="))
+        return _Axis(axis, "", int(name), axis.startswith(">="))
+    return _Axis(axis, name, int(offset or 0), axis.startswith(">="))
 
 
-def check(buffer: contract.Buffer, info: ArrayInfo, spec: VerifySpec, dims: dict[str, int]) -> None:
-    """Check an array against its row of the contract; on success ``dims`` has learnt the extents it did not know.
+class Rule:
+    """A row of the contract for one spec, made once for a plan, against which arrays are checked."""
 
-    Only num_tokens, num_requests and num_slots may be unknown in ``dims``: the first buffer that has them as an exact
-    extent says what they are.  An array without elements has no layout to check: no address is ever made from it.
+    def __init__(self, buffer: contract.Buffer, spec: VerifySpec):
+        self.name = buffer.name
+        self._axes = tuple(_parse(axis) for axis in buffer.axes)
+        self._num_free = len(buffer.free_strides)
+        self._dtypes = contract.accepted_dtypes(buffer, spec)
+        self._has_raw_bits = buffer.kind == "rows"
+        self._alignment = contract.alignment_bytes(buffer, spec)
+        self._is_written = "write" in buffer.access
 
-    Raises
-    ------
-    ArgumentError
-        dtype, number of axes, an extent, a layout that the kernel cannot address, or read-only memory to be written.
-    """
-    axes = [_parse(axis) for axis in buffer.axes]
-    known = dict(dims)
-    if len(info.shape) == len(axes):
-        for axis, extent in zip(axes, info.shape, strict=True):
-            if axis.name in BOUND_BY_ARRAYS and not axis.is_bound and axis.name not in known and extent >= axis.offset:
-                known[axis.name] = extent - axis.offset
+    def check(self, info: ArrayInfo, dims: dict[str, int]) -> None:
+        """Check an array; on success ``dims`` has learnt the extents it did not know.
 
-    problem = _problem(buffer, axes, info, spec, known)
-    if problem is not None:
-        expected = f"{_dtype_text(buffer, spec)} [{', '.join(axis.text(known) for axis in axes)}]"
-        raise ArgumentError(buffer.name, expected, f"{info.dtype} {list(info.shape)}{problem}")
-    dims.update(known)
+        Only num_tokens, num_requests and num_slots may be unknown in ``dims``: the first buffer that has them as an
+        exact extent says what they are.  An array without elements has no layout to check: no address is ever made
+        from it.
 
+        Raises
+        ------
+        ArgumentError
+            dtype, number of axes, an extent, a layout that the kernel cannot address, or read-only memory to be
+            written.
+        """
+        known = dims
+        if len(info.shape) == len(self._axes):
+            for axis, extent in zip(self._axes, info.shape, strict=True):
+                if (
+                    axis.name in BOUND_BY_ARRAYS
+                    and not axis.is_bound
+                    and axis.name not in known
+                    and extent >= axis.offset
+                ):
+                    known = {**known, axis.name: extent - axis.offset}
+        problem = self._problem(info, known)
+        if problem is not None:
+            expected = f"{self._dtype_text()} [{', '.join(axis.expected(known) for axis in self._axes)}]"
+            raise ArgumentError(self.name, expected, f"{info.dtype} {list(info.shape)}{problem}")
+        dims.update(known)
 
-def _problem(
-    buffer: contract.Buffer, axes: list[_Axis], info: ArrayInfo, spec: VerifySpec, dims: dict[str, int]
-) -> str | None:
-    """What is wrong with the array, as the end of a sentence; None if nothing is."""
-    if len(info.shape) != len(axes):
-        return f": {len(info.shape)} axes, not {len(axes)}"
-    for number, (axis, extent) in enumerate(zip(axes, info.shape, strict=True)):
-        # Still unknown here: num_requests in "num_requests+1" of extent 0.
-        is_open = axis.name in BOUND_BY_ARRAYS and axis.name not in dims and not axis.is_bound
-        wanted = axis.offset if is_open else axis.extent(dims)
-        if extent < wanted or (extent > wanted and not axis.is_bound):
-            at_least = ">= " if axis.is_bound or is_open else ""
-            return f": axis {number} ({buffer.axes[number]}) is {extent}, not {at_least}{wanted}"
-    if info.dtype not in contract.accepted_dtypes(buffer, spec):
-        return ""  # the two dtypes stand side by side already
-    is_written = "write" in buffer.access
-    if is_written and info.readonly:
-        return ": read-only memory, and it is written"
-    if 0 in info.shape:
-        return None
-    return _layout_problem(buffer, info, contract.alignment_bytes(buffer, spec), is_written)
+    def _problem(self, info: ArrayInfo, dims: dict[str, int]) -> str | None:
+        """What is wrong with the array, as the end of a sentence; None if nothing is."""
+        if len(info.shape) != len(self._axes):
+            return f": {len(info.shape)} axes, not {len(self._axes)}"
+        for number, (axis, extent) in enumerate(zip(self._axes, info.shape, strict=True)):
+            # Still unknown here: num_requests in "num_requests+1" of extent 0.
+            is_open = axis.name in BOUND_BY_ARRAYS and axis.name not in dims and not axis.is_bound
+            wanted = axis.offset if is_open or not axis.name else dims[axis.name] + axis.offset
+            if extent < wanted or (extent > wanted and not axis.is_bound):
+                at_least = ">= " if axis.is_bound or is_open else ""
+                return f": axis {number} ({axis.text}) is {extent}, not {at_least}{wanted}"
+        if info.dtype not in self._dtypes:
+            return ""  # the two dtypes stand side by side already
+        if self._is_written and info.readonly:
+            return ": read-only memory, and it is written"
+        if 0 in info.shape:
+            return None
+        return self._layout_problem(info)
 
+    def _layout_problem(self, info: ArrayInfo) -> str | None:
+        """A stride counts only where the axis has a second element."""
+        itemsize, contiguous = ITEMSIZE[info.dtype], 1
+        for number in range(len(info.shape) - 1, -1, -1):
+            extent, stride = info.shape[number], info.strides[number]
+            if extent > 1:
+                where = f": axis {number} ({self._axes[number].text}) has "
+                if number >= self._num_free:
+                    if stride != contiguous:
+                        return where + f"stride {stride}, not {contiguous} (contiguous)"
+                elif stride < 0:
+                    return where + f"stride {stride}, not >= 0"
+                elif stride * itemsize % self._alignment:
+                    return where + f"a stride of {stride * itemsize} bytes, not a multiple of {self._alignment}"
+            contiguous *= extent
+        if info.pointer % self._alignment:
+            return f": its address {info.pointer:#x} is not a multiple of {self._alignment} bytes"
+        return self._overlap_problem(info) if self._is_written else None
 
-def _layout_problem(buffer: contract.Buffer, info: ArrayInfo, alignment: int, is_written: bool) -> str | None:
-    """A stride counts only where the axis has a second element."""
-    num_free = len(buffer.free_strides)
-    itemsize = ITEMSIZE[info.dtype]
-    contiguous = 1
-    for number in range(len(info.shape) - 1, -1, -1):
-        extent, stride = info.shape[number], info.strides[number]
-        if extent > 1:
-            if number >= num_free:
-                if stride != contiguous:
-                    return f": axis {number} ({buffer.axes[number]}) has stride {stride}, not {contiguous} (contiguous)"
-            elif stride < 0:
-                return f": axis {number} ({buffer.axes[number]}) has stride {stride}, not >= 0"
-            elif stride * itemsize % alignment:
-                return (
-                    f": axis {number} ({buffer.axes[number]}) has a stride of {stride * itemsize} bytes, "
-                    f"not a multiple of {alignment}"
-                )
-        contiguous *= extent
-    if info.pointer % alignment:
-        return f": its address {info.pointer:#x} is not a multiple of {alignment} bytes"
-    if is_written:
-        # From the innermost stride outwards, each must step over all that lies inside.  Layouts that interleave
-        # without touching are refused too: telling them apart is a search, and no framework makes them.
+    def _overlap_problem(self, info: ArrayInfo) -> str | None:
+        """From the innermost stride outwards, each must step over all that lies inside.
+
+        Layouts that interleave without touching are refused too: telling them apart is a search, and no framework
+        makes them.
+        """
         span = 1
         by_stride = sorted((s, e, number) for number, (s, e) in enumerate(zip(info.strides, info.shape, strict=True)))
         for stride, extent, number in by_stride:
             if extent <= 1:
                 continue
             if stride < span:
-                where = f"axis {number} ({buffer.axes[number]})"
+                where = f"axis {number} ({self._axes[number].text})"
                 return f": its elements overlap, and it is written: {where} has stride {stride}, not >= {span}"
             span += (extent - 1) * stride
-    return None
+        return None
 
-
-def _dtype_text(buffer: contract.Buffer, spec: VerifySpec) -> str:
-    exact, *others = contract.accepted_dtypes(buffer, spec)
-    if buffer.kind == "rows":
-        return f"{exact} (or {', '.join(others)} raw bits)"
-    return " or ".join([exact, *others])
+    def _dtype_text(self) -> str:
+        exact, *others = self._dtypes
+        if self._has_raw_bits:
+            return f"{exact} (or {', '.join(others)} raw bits)"
+        return " or ".join([exact, *others])
 
 
 # ---- extents of memory

@@ -35,8 +35,8 @@ class BoundCall(Protocol):
     def __call__(self, stream: int) -> None:
         """Launch."""
 
-    def set_array(self, name: str, info: ArrayInfo, array: Any) -> None:
-        """Another address for a buffer."""
+    def move(self, name: str, pointer: int, array: Any) -> None:
+        """The same buffer at another address."""
 
 
 class GpuBackend:
@@ -102,7 +102,7 @@ class GpuBackend:
                 block.set_array(buffer.name, own.pointer, own.num_bytes // itemsize, itemsize)
             else:
                 block.set_array(buffer.name, 0, 0, itemsize)
-            for field, value in layout_fields(buffer, info).items():
+            for field, value in layout_values(buffer, info).items():
                 block.set_integer(field, value)
         for scalar in contract.SCALARS:
             if scalar.dtype == "float32":
@@ -132,8 +132,8 @@ class _GpuCall:
     def __call__(self, stream: int) -> None:
         self._launcher(stream)
 
-    def set_array(self, name: str, info: ArrayInfo, array: Any) -> None:
-        self._block.set_pointer(name, info.pointer)
+    def move(self, name: str, pointer: int, array: Any) -> None:
+        self._block.set_pointer(name, pointer)
 
 
 class EmulatorBackend:
@@ -181,11 +181,11 @@ class EmulatorBackend:
                 fields[buffer.name] = flat_storage(values[buffer.name], info, storage)
             else:
                 fields[buffer.name] = self._workspace.get(buffer.name, np.empty(0, storage))
-            fields.update(layout_fields(buffer, info))
+            fields.update(layout_values(buffer, info))
         for scalar in contract.SCALARS:
             value = scalars[scalar.name]
             fields[scalar.name] = np.float32(value) if scalar.dtype == "float32" else int(value)
-        return _EmulatorCall(self, fields)
+        return _EmulatorCall(self, infos, fields)
 
     def run(self, fields: dict[str, Any]) -> None:
         """All kernels, in order."""
@@ -220,22 +220,27 @@ class EmulatorBackend:
 class _EmulatorCall:
     """The fields of ``args``, and the backend that runs on them."""
 
-    def __init__(self, backend: EmulatorBackend, fields: dict[str, Any]):
-        self._backend, self._fields = backend, fields
+    def __init__(self, backend: EmulatorBackend, infos: dict[str, ArrayInfo], fields: dict[str, Any]):
+        self._backend, self._infos, self._fields = backend, infos, fields
 
     def __call__(self, stream: int) -> None:
         self._backend.run(self._fields)
 
-    def set_array(self, name: str, info: ArrayInfo, array: Any) -> None:
-        self._fields[name] = flat_storage(array, info, self._backend.storage_of(name))
+    def move(self, name: str, pointer: int, array: Any) -> None:
+        self._fields[name] = flat_storage(array, self._infos[name], self._backend.storage_of(name))
 
 
-def layout_fields(buffer: contract.Buffer, info: ArrayInfo | None) -> dict[str, int]:
+LAYOUT_FIELDS: dict[str, tuple[str, ...]] = {b.name: contract.layout_fields(b) for b in contract.BUFFERS}
+
+
+def layout_values(buffer: contract.Buffer, info: ArrayInfo | None) -> dict[str, int]:
     """Values of the fields that follow a buffer in ``args``: its free strides, or its index width in words."""
+    fields = LAYOUT_FIELDS[buffer.name]
     if buffer.kind == "index":
-        return {f"{buffer.name}_words": 2 if info is not None and info.dtype == "int64" else 1}
-    strides = info.strides if info is not None else (0,) * len(buffer.free_strides)
-    return {f"{buffer.name}_stride_{axis}": s for axis, s in zip(buffer.free_strides, strides, strict=False)}
+        return {fields[0]: 2 if info is not None and info.dtype == "int64" else 1}
+    if info is None:
+        return dict.fromkeys(fields, 0)
+    return dict(zip(fields, info.strides, strict=False))  # the last axis has none
 
 
 def storage_extent(info: ArrayInfo, storage: str) -> int:

@@ -209,14 +209,19 @@ class Parameter:
     is_array: bool
 
 
+def layout_fields(buffer: Buffer) -> tuple[str, ...]:
+    """Names of the int64 fields that follow a buffer: its free strides, or the width of an index buffer."""
+    if buffer.kind == "index":
+        return (f"{buffer.name}_words",)
+    return tuple(f"{buffer.name}_stride_{axis}" for axis in buffer.free_strides)
+
+
 def parameters(spec: VerifySpec) -> tuple[Parameter, ...]:
     """The fields of ``VerifyArgs``, in order, with the types this spec's kernels are compiled for."""
     fields = []
     for buffer in BUFFERS:
         fields.append(Parameter(buffer.name, storage_dtype(buffer, spec), True))
-        fields += [Parameter(f"{buffer.name}_stride_{axis}", "int64", False) for axis in buffer.free_strides]
-        if buffer.kind == "index":
-            fields.append(Parameter(f"{buffer.name}_words", "int64", False))
+        fields += [Parameter(name, "int64", False) for name in layout_fields(buffer)]
     return tuple(fields) + tuple(Parameter(s.name, s.dtype, False) for s in SCALARS)
 
 

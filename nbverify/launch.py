@@ -137,6 +137,7 @@ class LoadedKernel:
         drv = driver()
         self.compiled, self.device = compiled, device
         self.threads, self.shared_bytes = threads, shared_bytes
+        self._configs: dict[int, Any] = {}
         with device:
             result = drv.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0)
             if int(result[0]) != 0:
@@ -158,6 +159,23 @@ class LoadedKernel:
                     shared_bytes,
                 ),
             )
+
+    def launch_config(self, grid: int) -> Any:
+        """The driver's description of a launch, made once per grid; only its stream changes."""
+        config = self._configs.get(grid)
+        if config is None:
+            drv = driver()
+            config = drv.CUlaunchConfig()
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+            config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+            config.sharedMemBytes = self.shared_bytes
+            if self.compiled.cooperative:
+                attribute = drv.CUlaunchAttribute()
+                attribute.id = drv.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+                attribute.value.cooperative = 1
+                config.attrs, config.numAttrs = [attribute], 1
+            self._configs[grid] = config
+        return config
 
     def blocks_per_sm(self) -> int:
         """Co-resident blocks of this exact kernel, block size and shared memory."""
@@ -208,8 +226,14 @@ class ParameterBlock:
         first = self._first_slot[name]
         meminfo = parent = 0  # numba's own bookkeeping, unused in kernels
         self._slots[first : first + contract.ARRAY_SLOTS] = (
-            meminfo, parent, extent, itemsize, pointer, extent, itemsize,
-        )  # fmt: skip
+            meminfo,
+            parent,
+            extent,
+            itemsize,
+            pointer,
+            extent,
+            itemsize,
+        )
 
     def set_pointer(self, name: str, pointer: int) -> None:
         """Another address for an array of the same extent."""
@@ -234,37 +258,23 @@ class Launcher:
         grids: Sequence[int],
         block: ParameterBlock,
     ):
-        drv = driver()
-        self._launch = drv.cuLaunchKernelEx
+        self._launch = driver().cuLaunchKernelEx
         self._address = block.address
         self._keep_alive = (kernels, block)
         self._device = kernels[0].device
         self._calls: list[tuple[Any, Any, CompiledKernel]] = []
-        self._stream = -1
         for kernel, grid in zip(kernels, grids, strict=True):
             if kernel.compiled.parameters != block.layout.parameters:
                 raise CompileError(
                     f"{kernel.compiled.name}: compiled for other parameters than the contract's: "
                     + _first_difference(kernel.compiled.parameters, block.layout.parameters)
                 )
-            config = drv.CUlaunchConfig()
-            config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-            config.blockDimX, config.blockDimY, config.blockDimZ = kernel.threads, 1, 1
-            config.sharedMemBytes = kernel.shared_bytes
-            if kernel.compiled.cooperative:
-                attribute = drv.CUlaunchAttribute()
-                attribute.id = drv.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-                attribute.value.cooperative = 1
-                config.attrs, config.numAttrs = [attribute], 1
-            self._calls.append((config, kernel.function, kernel.compiled))
+            self._calls.append((kernel.launch_config(grid), kernel.function, kernel.compiled))
 
     def __call__(self, stream: int) -> None:
         """Launch all kernels in order on a stream handle.  Nothing else."""
-        if stream != self._stream:
-            for config, _, _ in self._calls:
-                config.hStream = stream
-            self._stream = stream
         for config, function, compiled in self._calls:
+            config.hStream = stream
             code = self._launch(config, function, self._address, 0)[0]
             if code:
                 raise DriverError(self._explain(code, compiled))

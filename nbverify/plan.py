@@ -128,6 +128,8 @@ class VerifyPlan:
         self.workspace_bytes = geo.workspace_bytes(spec, self.geometry, self.grid)
         backend.allocate(self.grid)
         self._max_splits = geo.max_splits(spec, self.geometry)
+        self._rules = {name: arrays.Rule(contract.BUFFER[name], spec) for name in contract.CALLER_BUFFERS}
+        self._needed = {name: contract.is_needed(contract.BUFFER[name], spec) for name in contract.CALLER_BUFFERS}
         self._extents: dict[str, int] = {}  # of the last bind: limits that the text of a finding mentions
 
     @property
@@ -173,11 +175,11 @@ class VerifyPlan:
             "out": out,
             "lse": lse,
         }
-        spec = self.spec
+        spec, host = self.spec, self.emulated
         infos: dict[str, ArrayInfo] = {}
         dims = contract.dims_of(spec)
         for name in contract.CALLER_BUFFERS:
-            array, needed = given[name], contract.is_needed(contract.BUFFER[name], spec)
+            array, needed = given[name], self._needed[name]
             if array is None:
                 if needed:
                     raise ArgumentError(name, "an array", None)
@@ -185,8 +187,8 @@ class VerifyPlan:
             if needed is False:
                 why = "shared K/V (MLA)" if name == "v_cache" else f"mask={spec.mask.value!r}"
                 raise ArgumentError(name, f"None with {why}", type(array).__name__)
-            info = arrays.describe(name, array, host=self.emulated)
-            arrays.check(contract.BUFFER[name], info, spec, dims)
+            info = arrays.describe(name, array, host=host)
+            self._rules[name].check(info, dims)
             self._backend.check_device(name, info)
             infos[name] = info
         if dims["num_requests"] > spec.max_requests:
@@ -217,8 +219,7 @@ class VerifyPlan:
             "custom_mask": infos["custom_mask"].shape[0] if "custom_mask" in infos else 0,
         }
         values = {name: a for name, a in given.items() if a is not None}
-        layouts = {name: arrays.address_and_layout(given[name]) for name in REBINDABLE}
-        return BoundVerify(self, infos, ranges, layouts, self._backend.bind(infos, values, scalars))
+        return BoundVerify(self, infos, ranges, given, self._backend.bind(infos, values, scalars))
 
     def check(self) -> None:
         """Wait for the device and report what the launches of this ``debug=True`` plan found since the last call.
@@ -255,13 +256,16 @@ class BoundVerify:
         plan: VerifyPlan,
         infos: dict[str, ArrayInfo],
         ranges: dict[str, tuple[int, int]],
-        layouts: dict[str, tuple[int, tuple] | None],
+        given: dict[str, Any],
         call: BoundCall,
     ):
         self.plan = plan
-        self._infos, self._ranges, self._layouts, self._call = infos, ranges, layouts, call
-        self._host = plan.emulated
-        self._alignment = {n: contract.alignment_bytes(contract.BUFFER[n], plan.spec) for n in infos if n in REBINDABLE}
+        self._infos, self._ranges, self._call = infos, ranges, call
+        self._alignment = {n: contract.alignment_bytes(contract.BUFFER[n], plan.spec) for n in REBINDABLE}
+        self._layouts: dict[str, tuple | None] = {}
+        for name in () if plan.emulated else REBINDABLE:
+            found = arrays.address_and_layout(given[name])
+            self._layouts[name] = found and found[1]
 
     def launch(self, stream: Any = None) -> None:
         """Verify, on a stream: no allocation, copy, synchronisation, or look at device data.
@@ -279,33 +283,35 @@ class BoundVerify:
         For eager mode, and for the layers of a model.  Launches already made or captured keep the old addresses.
         Raises ArgumentError, and changes nothing, if an array differs in more than its address.
         """
-        infos, ranges, changed = self._infos.copy(), self._ranges.copy(), {}
-        for name, array in zip(REBINDABLE, (q, k_cache, v_cache, out, lse), strict=True):
-            if array is None:
-                continue
-            bound = infos.get(name)
-            if bound is None:
-                raise ArgumentError(name, "None: it was not bound", type(array).__name__)
-            info = self._moved(name, array, bound)
-            if info.pointer % self._alignment[name]:
-                raise ArgumentError(name, f"an address of {self._alignment[name]}-byte alignment", hex(info.pointer))
-            moved = info.pointer - bound.pointer
-            start, end = ranges[name]
-            infos[name], ranges[name], changed[name] = info, (start + moved, end + moved), array
-        _check_overlaps(infos, ranges, changed)
-        self._infos, self._ranges = infos, ranges
+        ranges, changed = self._ranges.copy(), {}
+        for name, array in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out), ("lse", lse)):
+            if array is not None:
+                address = self._address(name, array)
+                start, end = ranges[name]
+                ranges[name] = (address, address + end - start)
+                changed[name] = array
+        _check_overlaps(self._infos, ranges, changed)
+        self._ranges = ranges
         for name, array in changed.items():
-            self._call.set_array(name, infos[name], array)
+            self._call.move(name, ranges[name][0], array)
 
-    def _moved(self, name: str, array: Any, bound: ArrayInfo) -> ArrayInfo:
-        """``bound`` at the array's address, if that is all in which they differ."""
-        before, now = self._layouts[name], None if self._host else arrays.address_and_layout(array)
-        if before is not None and now is not None and before[1] == now[1]:
-            return ArrayInfo(now[0], *bound[1:])
-        info = arrays.describe(name, array, host=self._host)
-        if info[1:5] != bound[1:5] or (info.readonly and name in WRITTEN):
-            raise ArgumentError(name, f"as bound, {_text(bound)}", _text(info))
-        return info
+    def _address(self, name: str, array: Any) -> int:
+        """Address of an array that differs from the bound one in nothing else."""
+        bound = self._infos.get(name)
+        if bound is None:
+            raise ArgumentError(name, "None: it was not bound", type(array).__name__)
+        layout = self._layouts.get(name)
+        found = layout and arrays.address_and_layout(array)
+        if found and found[1] == layout:
+            address = found[0]
+        else:
+            info = arrays.describe(name, array, host=self.plan.emulated)
+            if info[1:5] != bound[1:5] or (info.readonly and name in WRITTEN):
+                raise ArgumentError(name, f"as bound, {_text(bound)}", _text(info))
+            address = info.pointer
+        if address % self._alignment[name]:
+            raise ArgumentError(name, f"an address of {self._alignment[name]}-byte alignment", hex(address))
+        return address
 
 
 def _text(info: ArrayInfo) -> str:
@@ -320,13 +326,11 @@ def _check_overlaps(infos: dict[str, ArrayInfo], ranges: dict[str, tuple[int, in
         start, end = ranges[written]
         for name in ranges if written in changed else changed:
             other_start, other_end = ranges[name]
-            if (
-                start < other_end
-                and other_start < end
-                and name != written
-                and arrays.overlaps(infos[written], infos[name])
-            ):
-                raise ArgumentError(written, f"memory that {name} does not use", f"overlapping {name}")
+            if start < other_end and other_start < end and name != written:
+                # A range starts at the array's address: strides are not negative.
+                moved = infos[written]._replace(pointer=start), infos[name]._replace(pointer=other_start)
+                if arrays.overlaps(*moved):
+                    raise ArgumentError(written, f"memory that {name} does not use", f"overlapping {name}")
 
 
 def _check_scales(spec: VerifySpec, k_scale: float, v_scale: float | None) -> tuple[float, float]:
