@@ -1,0 +1,317 @@
+"""The command line: start-up, errors, exit codes, presets, and `compile` on kernels that are made up."""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import nbverify as nv
+from nbverify import cli, compile, presets
+from nbverify.cli import main
+from nbverify.compile import CompiledKernel, Resources
+from nbverify.doctor import SM_LIMITS
+from nbverify.kernels import geometry as geo
+
+ROOT = Path(__file__).parents[2]
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+# --- start-up --------------------------------------------------------------------------------------------------------
+
+
+def test_module_runs_and_tells_its_version():
+    done = python("-m", "nbverify", "--version")
+    assert (done.returncode, done.stdout) == (0, f"nbverify {nv.__version__}\n")
+
+
+def test_help_imports_nothing_heavy():
+    heavy = ("numba", "numpy", "rich", "cupy", "ml_dtypes", "nbverify.compile")
+    code = (
+        "import sys\nfrom nbverify.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+        f"print([name for name in {heavy} if name in sys.modules])"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+    for command in ("demo", "doctor", "compile"):
+        assert f"    {command} " in done.stdout
+
+
+def test_no_command_is_wrong_usage(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([])
+    assert stop.value.code == 2
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error, line", [
+    (nv.ArgumentError("q", "float16", "float64"), "error: q: expected float16, got float64\n"),
+    (nv.DriverError("cuInit: no [red]"), "error: cuInit: no [red]\n"),
+    (FileNotFoundError(2, "No such file or directory", "/no/file"), "error: /no/file: No such file or directory\n"),
+    (ImportError("Numba needs NumPy 2.4 or less.\nMore."),
+     "error: Numba needs NumPy 2.4 or less. (type `nbverify doctor` to see what is wrong with this installation)\n"),
+])  # fmt: skip
+def test_an_error_is_one_line_and_exit_code_1(monkeypatch, capsys, error, line):
+    def run(arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "run_doctor", run)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr() == ("", line)
+
+
+def test_interrupt(monkeypatch, capsys):
+    def run(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run_doctor", run)
+    assert main(["doctor"]) == 130
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):
+    def run(arguments):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(cli, "run_doctor", run)
+    with pytest.raises(ZeroDivisionError):
+        main(["doctor"])
+
+
+# --- presets ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, heads, kv_heads, widths, sm_scale", [
+    ("kimi-k2.6-tp8", 8, 1, (576, 512), 0.144680),
+    ("kimi-k2.6-tp4", 16, 1, (576, 512), 0.144680),
+    ("deepseek-v3-tp8", 16, 1, (576, 512), 0.135234),
+    ("qwen3-8b", 32, 8, (128, 128), 0.088388),
+    ("smollm2-135m", 9, 3, (64, 64), 0.125),
+])  # fmt: skip
+def test_presets(name, heads, kv_heads, widths, sm_scale):
+    spec = presets.preset(name)
+    assert (spec.num_q_heads, spec.num_kv_heads) == (heads, kv_heads)
+    assert (spec.head_dim_qk, spec.head_dim_v) == widths
+    assert spec.shared_kv == (kv_heads == 1)
+    assert spec.sm_scale == pytest.approx(sm_scale, abs=5e-7)
+    assert spec.max_nodes == 33
+
+
+def test_unknown_preset_names_all():
+    with pytest.raises(nv.ArgumentError, match=r"preset: expected one of \('kimi-k2.6-tp8', .*got 'gpt'"):
+        presets.preset("gpt")
+
+
+# --- compile: the spec ------------------------------------------------------------------------------------------------
+
+
+def spec_of(*flags: str) -> nv.VerifySpec:
+    return cli.spec_of(cli.build_parser().parse_args(["compile", "--cc", "9.0", *flags]))
+
+
+def test_flags_make_a_spec():
+    assert spec_of() == presets.preset("kimi-k2.6-tp8")
+    assert spec_of("--preset", "qwen3-8b") == presets.preset("qwen3-8b")
+    changed = spec_of("--preset", "qwen3-8b", "--dtype", "float16", "--mask", "packed", "--max-requests", "3")
+    assert (changed.dtype, changed.kv_dtype, changed.mask, changed.max_requests) == ("float16", "float16", "packed", 3)
+    assert spec_of("--kv-dtype", "float8_e4m3fn").kv_dtype == "float8_e4m3fn"
+    mla = spec_of("--mla", "4")
+    assert (mla.num_q_heads, mla.head_dim_qk, mla.head_dim_v, mla.shared_kv) == (4, 576, 512, True)
+    assert spec_of("--mla", "4,128,64").head_dim_v == 64
+    gqa = spec_of("--gqa", "6,2,128,64", "--sm-scale", "0.5", "--reduction", "two_launch")
+    assert (gqa.num_q_heads, gqa.num_kv_heads, gqa.head_dim_qk, gqa.head_dim_v) == (6, 2, 128, 64)
+    assert (gqa.sm_scale, gqa.reduction) == (0.5, "two_launch")
+    assert spec_of("--gqa", "6,2,64").sm_scale == 0.125
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--mla", "1,2"], "--mla: expected HEADS or HEADS,DQK,DV"),
+    (["--gqa", "6,2"], "--gqa: expected HQ,HKV,D"),
+    (["--gqa", "6,2,0"], "head_dim_qk: expected"),
+    (["--kernel", "magic"], "kernel: expected one of"),
+    (["--cc", "7.0"], "cc: expected 8.0 or higher"),
+    (["--cc", "x"], "cc: expected a compute capability"),
+])  # fmt: skip
+def test_wrong_flags(capsys, flags, words):
+    assert main(["compile", "--cc", "9.0", *flags]) == 1
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [["compile"], ["compile", "--cc", "9.0", "--mla", "1", "--gqa", "1,1,16"],
+                                   ["compile", "--cc", "9.0", "--mla", "a"], ["demo", "--seed", "-1"]])  # fmt: skip
+def test_wrong_usage(flags, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(flags)
+    assert stop.value.code == 2
+
+
+# --- compile: the report ---------------------------------------------------------------------------------------------
+
+PTX = ".visible .entry nbverify_x(\n)\n{\n\t.reg .f64 %fd<2>;\n\tadd.f32 %f1, %f2, %f3;\n}\n"
+INSTRUCTIONS = {
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32": 3,
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16": 5,
+    "cp.async.cg.shared.global": 7,
+    "ld.shared.f32": 11,
+    "st.shared.v4.u32": 13,
+    "ld.global.nc.u32": 17,
+    "st.global.f32": 19,
+    "ld.local.f32": 23,
+    "fma.rn.f32": 29,
+    "add.s64": 31,
+    "setp.lt.s64": 37,
+    "mul.wide.s32": 41,  # makes 64 bits, costs 32
+    "mov.u64": 43,
+    "ld.param.u64": 47,
+    "mad.lo.s64": 53,
+}
+
+
+def kernels_for(spec: nv.VerifySpec, target: compile.Target, ptx: str = PTX) -> tuple[CompiledKernel, ...]:
+    resources = Resources(
+        registers=168,
+        spill_bytes=0,
+        local_bytes=0,
+        stack_bytes=16,
+        static_shared_bytes=1024 if target.major == 9 else 0,  # as the linker reports it
+        instructions=INSTRUCTIONS,
+    )
+    return tuple(
+        CompiledKernel(
+            name=f"nbverify_{step.body}",
+            target=target.name,
+            parameters=(),
+            ptx=ptx,
+            cubin=step.body.encode(),
+            cooperative=step.body == "verify",
+            resources=resources,
+        )
+        for step in geo.steps(spec, geo.simt_geometry(spec), debug=False)
+    )
+
+
+@pytest.fixture
+def fake_compiler(monkeypatch):
+    """compile_spec without a compiler; ``cached`` decides whether it says that it compiles."""
+    state = argparse.Namespace(cached=False, ptx=PTX)
+
+    def compile_spec(spec, target, *, debug=False, progress=None):
+        if not state.cached:
+            progress(f"compiling for {target.name}")
+        return kernels_for(spec, target, state.ptx)
+
+    monkeypatch.setattr(compile, "compile_spec", compile_spec)
+    monkeypatch.setenv("COLUMNS", "200")
+    return state
+
+
+def test_instruction_classes():
+    (kernel,) = kernels_for(presets.preset("kimi-k2.6-tp8"), compile.target_of("9.0"))
+    assert cli.count_instructions(kernel) == {
+        "mma": 3,
+        "ldmatrix": 5,
+        "async copies": 7,
+        "shared loads": 11,
+        "shared stores": 13,
+        "global loads": 17,
+        "global stores": 19,
+        "local memory": 23,
+        "fma": 29,
+        "64-bit integer": 31 + 37 + 53,
+        "f64": 0,
+        "all": sum(INSTRUCTIONS.values()),
+    }
+
+
+@pytest.mark.parametrize("line", [
+    "\tadd.f64 %fd1, %fd2, %fd3;",
+    "\t@%p1 mul.rn.f64 %fd1, %fd2;",
+    "\tcvt.rn.f32.f64 %f1, %fd1;",
+    "\tst.global.f64 [%rd1], %fd1;",
+    "  cvt.f64.f32 \t%fd1, %f1;",
+])  # fmt: skip
+def test_f64_is_found_and_fails(fake_compiler, capsys, line):
+    fake_compiler.ptx = PTX.replace("}\n", f"{line}\n}}\n")
+    assert main(["compile", "--cc", "9.0"]) == 1
+    assert "float64 instructions in nbverify_verify for sm_90a" in capsys.readouterr().err
+
+
+def test_report(fake_compiler, capsys):
+    assert main(["compile", "--cc", "12.0", "--cc", "9.0"]) == 0
+    rows = {line[:24].strip(): line[24:].split() for line in capsys.readouterr().out.splitlines()[2:]}
+    dynamic = geo.simt_geometry(presets.preset("kimi-k2.6-tp8")).shared_bytes(presets.MAX_REQUESTS)
+    assert rows["registers"] == ["168", "168"]
+    assert rows["spills, bytes"] == rows["local arrays, bytes"] == ["0", "0"]
+    assert rows["blocks per SM, estimate"] == ["1", "2"]  # of 100 and 228 KiB
+    assert rows["dynamic shared, bytes"] == [f"{dynamic:,}"] * 2
+    assert rows["cooperative launch"] == ["yes", "yes"]
+    assert rows["PTX f64"] == ["0", "0"]
+    assert rows["from"] == ["compiled", "now"] * 2
+
+
+def test_report_json(fake_compiler, capsys):
+    fake_compiler.cached = True
+    assert main(["compile", "--cc", "12.0", "--reduction", "two_launch", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["spec"]["reduction"] == "two_launch" and record["sources"] == compile.source_hash()
+    assert [(k["name"], k["target"], k["from_cache"]) for k in record["kernels"]] == [
+        ("nbverify_verify_split", "sm_120a", True),
+        ("nbverify_verify_merge", "sm_120a", True),
+    ]
+
+
+def test_output_files(fake_compiler, capsys, tmp_path):
+    ptx, cubin = tmp_path / "one.ptx", tmp_path / "one.cubin"
+    assert main(["compile", "--cc", "12.0", "--ptx", str(ptx), "--cubin", str(cubin)]) == 0
+    assert (ptx.read_text(), cubin.read_bytes()) == (PTX, b"verify")
+    assert main(["compile", "--cc", "9.0", "--reduction", "two_launch", "--cubin", str(tmp_path / "two.cubin")]) == 0
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("two*")} == {
+        "two.nbverify_verify_split.sm_90a.cubin": b"verify_split",
+        "two.nbverify_verify_merge.sm_90a.cubin": b"verify_merge",
+    }
+    assert main(["compile", "--cc", "12.0", "--ptx", str(tmp_path / "no" / "file")]) == 1
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+# (cc, threads, registers, shared bytes) -> blocks, by the occupancy calculator's rules
+@pytest.mark.parametrize("case, blocks, limit", [
+    (((9, 0), 128, 168, 0), 3, "registers"),  # 168 * 32 = 5,376 a warp; 65,536 // 5,376 = 12 warps
+    (((9, 0), 128, 165, 0), 3, "registers"),  # handed out in steps of 256: as 168
+    (((9, 0), 128, 33, 0), 12, "registers"),
+    (((9, 0), 256, 32, 0), 8, "registers"),
+    (((12, 0), 512, 32, 0), 3, "threads"),
+    (((9, 0), 128, 64, 90_512), 2, "shared memory"),
+    (((9, 0), 128, 64, 115_712), 2, "shared memory"),  # with its 1 KiB exactly half of 228 KiB
+    (((9, 0), 128, 64, 115_713), 1, "shared memory"),
+    (((12, 0), 32, 16, 0), 24, "blocks"),
+    (((12, 0), 128, 64, 101_377), 0, "shared memory: 101,376 bytes a block"),
+    (((13, 0), 128, 64, 0), None, "unknown architecture"),
+])  # fmt: skip
+def test_blocks_per_sm(case, blocks, limit):
+    assert cli.blocks_per_sm(*case) == (blocks, limit)
+
+
+def test_what_the_system_takes_of_shared_memory_is_counted_once():
+    """For sm_90 the linker calls it static, for others it does not mention it; two blocks of half an SM fit on both."""
+    geometry = geo.simt_geometry(presets.preset("kimi-k2.6-tp8"))
+    first, step = geometry.shared_bytes(1), geometry.shared_bytes(2) - geometry.shared_bytes(1)
+    room = SM_LIMITS[9, 0].shared_bytes // 2 - 1024 - first
+    spec = replace(presets.preset("kimi-k2.6-tp8"), max_requests=1 + room // step)
+    for cc in ((9, 0), (10, 0)):
+        (report,) = cli.kernel_reports(
+            spec, kernels_for(spec, compile.target_of(cc)), cc, debug=False, cached=True, seconds=0.0
+        )
+        assert (report["blocks_per_sm"], report["blocks_limited_by"]) == (2, "shared memory")
+
+
+def test_limits_are_consistent():
+    for limits in SM_LIMITS.values():  # one block may have the whole SM but for its 1 KiB
+        assert limits.shared_bytes - limits.shared_optin_bytes == 1024
