@@ -31,7 +31,9 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import CodeType
+from types import CodeType, ModuleType
+
+import numpy as np
 
 from nbverify import contract
 from nbverify.contract import Parameter
@@ -338,22 +340,43 @@ def _cache_key(spec: VerifySpec, target: Target, debug: bool) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def describe_function(function: Callable | None) -> tuple | None:
-    """What a ``score_mod`` compiles to: bytecode, constants, and the values it captures."""
+def describe_function(function: Callable | None, known: tuple[CodeType, ...] = ()) -> object:
+    """What a ``score_mod`` compiles to: bytecode, names, constants, and the values that it and its callees capture.
+
+    ``known`` are the functions that led here: a recursive one is described once.
+    """
     if function is None:
         return None
     code = function.__code__
-    cells = tuple(cell.cell_contents for cell in function.__closure__ or ())
-    names = tuple((n, function.__globals__[n]) for n in code.co_names if n in function.__globals__)
-    captured = []
-    for name, value in [*zip(code.co_freevars, cells, strict=True), *names]:
-        inner = getattr(value, "py_func", value)
-        captured.append((name, describe_function(inner) if hasattr(inner, "__code__") else repr(value)))
-    return (code.co_code, _describe_constants(code), tuple(captured))
+    if code in known:
+        return known.index(code)
+    captured = dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+    for name in _names_used(code):
+        if name in function.__globals__:
+            captured[name] = function.__globals__[name]
+    values = tuple((name, _describe_value(value, (*known, code))) for name, value in sorted(captured.items()))
+    return (_describe_code(code), values)
 
 
-def _describe_constants(code: CodeType) -> tuple:
-    return tuple(_describe_constants(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts)
+def _describe_code(code: CodeType) -> tuple:
+    constants = tuple(_describe_code(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts)
+    return (code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants)
+
+
+def _names_used(code: CodeType) -> set[str]:
+    inner = (c for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*(_names_used(c) for c in inner))
+
+
+def _describe_value(value: object, known: tuple[CodeType, ...]) -> object:
+    function = getattr(value, "py_func", value)  # of a numba dispatcher
+    if hasattr(function, "__code__"):
+        return describe_function(function, known)
+    if isinstance(value, np.ndarray):
+        return (value.dtype.str, value.shape, value.tobytes())
+    if isinstance(value, ModuleType):
+        return value.__name__
+    return repr(value)
 
 
 def _write_cached(path: Path, kernels: tuple[CompiledKernel, ...]) -> None:

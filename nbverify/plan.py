@@ -29,9 +29,6 @@ from nbverify.kernels import geometry as geo
 from nbverify.kernels.geometry import SimtGeometry
 from nbverify.spec import Mask, VerifySpec
 
-BUFFER = {b.name: b for b in contract.BUFFERS}
-WRITTEN = ("out", "lse")
-
 WRITTEN = ("out", "lse")
 REBINDABLE = ("q", "k_cache", "v_cache", "out", "lse")
 
@@ -372,8 +369,10 @@ def verify_attention(
     v_scale: float | None = None,
     device: int | str | Emulator | None = None,
     stream: Any = None,
-) -> None:
+) -> tuple[Any, Any]:
     """The one-call form, for notebooks: plan (kept for the next call), bind, check the mask's size, launch.
+
+    Returns ``(out, lse)``, the arrays that were given; a GPU may still be writing them.
 
     It reads the prefix sums back, which waits for the device, to refuse a ``custom_mask`` that is not exactly as
     large as its layout says: a FULL mask declared TREE, or the other way round, is caught here.  Static buffers that
@@ -398,6 +397,7 @@ def verify_attention(
     if spec.mask.reads_buffer:
         _check_mask_size(plan, bound._infos)
     bound.launch(stream)
+    return out, lse
 
 
 def _check_mask_size(plan: VerifyPlan, infos: dict[str, ArrayInfo]) -> None:

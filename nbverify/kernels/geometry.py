@@ -23,6 +23,7 @@ SIMT_KEYS_PER_TILE = WARP
 # than two (the compiler takes 213 if it may); at four it spills.
 SIMT_MAX_RESIDENT = 3
 SMALLEST_SHARED_PER_SM = 102_400  # of sm_86, sm_89 and sm_120
+RESERVED_SHARED_PER_BLOCK = 1_024  # that the system takes
 
 CHECK_THREADS = 256  # the input checks of debug=True: one block
 
@@ -123,7 +124,9 @@ def steps(spec: VerifySpec, geometry: SimtGeometry, *, debug: bool) -> tuple[Ste
     """The kernels of a launch, in order; ``kernels.bodies.make_bodies`` makes their bodies in the same order."""
     walk = geometry.shared_bytes(spec.max_requests)
     merge = geometry.merge_shared_bytes(spec.max_requests)
-    resident = max(1, min(SIMT_MAX_RESIDENT, SMALLEST_SHARED_PER_SM // walk))
+    # From the tiles alone: the work table's size is no part of the compile key.
+    per_block = 4 * geometry.table_offset + RESERVED_SHARED_PER_BLOCK
+    resident = max(1, min(SIMT_MAX_RESIDENT, SMALLEST_SHARED_PER_SM // per_block))
     check = (Step("check", CHECK_THREADS, 0, 1, one_block=True),) if debug else ()
     if spec.reduction == "grid_sync":
         return (*check, Step("verify", geometry.threads, walk, resident, one_block=False))

@@ -16,7 +16,8 @@ Owners     a warp owns 4 rows, in scores, softmax and output alike; a lane owns 
            and column pairs in the value stage.  So only tiles cross warps, and two barriers a tile are enough.
 Traffic    each row unit reads its keys once: heads of one group share them (MLA: all heads), row tiles do not.
 Numerics   products and sums in float32, P kept in float32; states as in kernels/softmax.py.  A key hidden from a row
-           takes no part in it, whatever K and V hold there: its weight is marked HIDDEN and skipped, not multiplied.
+           (by the mask, or by a score_mod that returns -inf) takes no part in it, whatever K and V hold there: its
+           weight is marked HIDDEN and skipped, not multiplied.
            A visible NaN reaches the rows that see it and no other.
 
 Loops      the innermost ones are ``while`` loops over views that start at the warp's own rows.  Of a ``range`` counter,
@@ -34,7 +35,7 @@ from nbverify.kernels.geometry import WARP
 from nbverify.kernels.indices import load_index
 from nbverify.kernels.kv_tiles import make_copy_tile
 from nbverify.kernels.masking import make_visible
-from nbverify.kernels.schedule import load_request, make_schedule
+from nbverify.kernels.schedule import block_begin, load_request, make_schedule
 from nbverify.kernels.softmax import (
     LOG2_E,
     NEG_INF,
@@ -105,17 +106,13 @@ def make_split_phase(spec, geometry, schedule):
 
     @cuda.jit(device=True)
     def mask_and_modify(args, request, kv_head, mask_start, row, num_rows, key, score):
-        """The score as the softmax takes it: times log2(e), or -inf where the row does not see the key.
-
-        Returns (score, seen): a score that overflowed to -inf belongs to a key that is seen, with weight 0.
-        """
+        """The score as the softmax takes it: times log2(e), or -inf where the row does not see the key."""
         if row >= num_rows or key >= request.num_keys:
-            return NEG_INF, False
+            return NEG_INF
         node, head = row // group, kv_head * group + row % group
         if not visible(args, mask_start, request, node, key):
-            return NEG_INF, False
-        score = change_score(score * args.score_scale, request.number, head, node, key)
-        return score * LOG2_E, True
+            return NEG_INF
+        return change_score(score * args.score_scale, request.number, head, node, key) * LOG2_E
 
     @cuda.jit(device=True)
     def add_values(v_tile, p_rows, o_rows, factors):
@@ -197,7 +194,7 @@ def make_split_phase(spec, geometry, schedule):
             if warp_row < rows_here:
                 dot_products(q_rows, k_tile, scores)
                 for r in range(rows_per_warp):
-                    score, seen = mask_and_modify(
+                    score = mask_and_modify(
                         args,
                         request,
                         kv_head,
@@ -212,7 +209,7 @@ def make_split_phase(spec, geometry, schedule):
                     factors[r] = weight(maxima[r], maximum)
                     sums[r] = cuda.fma(sums[r], factors[r], warp_sum(p))
                     maxima[r] = maximum
-                    p_rows[r * keys_per_tile + lane] = p if seen else HIDDEN
+                    p_rows[r * keys_per_tile + lane] = HIDDEN if score == NEG_INF else p
                 cuda.syncwarp()  # publishes the weights to the warp that owns these rows
                 add_values(v_tile, p_rows, o_rows, factors)
             cuda.syncthreads()  # nobody reads this tile any more: the next copy, or the next segment, may overwrite it
@@ -239,8 +236,8 @@ def make_split_phase(spec, geometry, schedule):
         blocks, num_items = num_active_blocks(args, table), table[args.num_requests]
         block = int64(cuda.blockIdx.x)
         if block < blocks:  # an idle block skips the work, not the grid's barrier
-            position = block * num_items // blocks
-            end = (block + 1) * num_items // blocks
+            position = block_begin(num_items, blocks, block)
+            end = block_begin(num_items, blocks, block + 1)
             while position < end:
                 segment = segment_at(args, table, position, end)
                 run_segment(args, segment, q_tile, k_tile, v_tile, q_rows, p_rows, o_rows)
