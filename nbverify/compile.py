@@ -4,8 +4,7 @@
 
 Numba compiles for the device it finds.  Here the target is an argument: ``cc`` goes through every step, and
 ``numba.cuda.dispatcher.get_current_device``, which device functions consult even when ``cc`` is given, is answered
-with the target for the time of the compilation.  This file and kernels/ptx.py are the only ones that touch numba's
-private or extension API.
+with the target for the time of the compilation.  This is the only file that touches numba's private API.
 
 Targets.  ``(9, 0)`` becomes sm_90a and ``(12, 0)`` sm_120a: from 9.0 on, the architecture-specific variant is what
 runs on the device itself.  numba's own override, ``NUMBA_FORCE_CUDA_CC=12.0`` in the environment, wins over the
@@ -31,7 +30,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 
 import numpy as np
 
@@ -370,7 +369,7 @@ def _names_used(code: CodeType) -> set[str]:
 
 def _describe_value(value: object, known: tuple[CodeType, ...]) -> object:
     function = getattr(value, "py_func", value)  # of a numba dispatcher
-    if hasattr(function, "__code__"):
+    if isinstance(function, FunctionType):
         return describe_function(function, known)
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, value.tobytes())

@@ -11,10 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numba import float32
-from support.batches import assert_close, pick, random_batch, unused_slots
-from support.devices import BoundBatch, raw_bits, run
 
 import nbverify as nv
+from support.batches import assert_close, pick, random_batch, unused_slots
+from support.devices import BoundBatch, raw_bits, run
 
 LIMITS = {"max_requests": 4, "max_nodes": 24, "max_kv_len": 600}
 CAP = {"max_blocks": 2}  # where the number of blocks is not the point: the emulator runs them one after the other
@@ -228,9 +228,7 @@ def test_strides(dev, spec, order):
     lse = dev.upload(np.full((batch.num_tokens, spec.num_q_heads + 3), np.nan, np.float32))
     views = {name: strided.view for name, strided in arrays.items()}
     dense = run(dev, batch, **CAP)
-    bound = BoundBatch(
-        dev, dev.plan(spec, **CAP), batch, **views, out=out.view, lse=lse[:, : spec.num_q_heads]
-    )
+    bound = BoundBatch(dev, dev.plan(spec, **CAP), batch, **views, out=out.view, lse=lse[:, : spec.num_q_heads])
     bound.bound.launch()
     values, gaps_kept = out.contents()
     assert values.tobytes() == dense.out.tobytes() and gaps_kept
@@ -276,7 +274,7 @@ def test_raw_bits(dev, spec):
         arrays = {"q": dev.upload(batch.q.view(bits))}
         for name in ("k_cache", "v_cache"):
             arrays[name] = dev.upload(getattr(batch, name).view("uint8" if spec.is_fp8 else bits))
-        out = dev.upload(np.full(want.out.shape, -1, bits))
+        out = dev.upload(np.zeros(want.out.shape, bits))
         BoundBatch(dev, plan, batch, **arrays, out=out).bound.launch()
         assert dev.download(out).tobytes() == want.out.tobytes()
 
@@ -378,7 +376,8 @@ def test_extreme_scores(dev):
     batch = replace(batch, q=q, k_cache=k)
     result = run(dev, batch)
     v = batch.v_cache[batch.kv_indices[[3, 33]]].astype(np.float64).mean(0)  # [kv heads, D]
-    np.testing.assert_allclose(result.out.astype(np.float64), np.tile(v.repeat(2, 0), (2, 1, 1)), rtol=2.0**-8, atol=1e-7)
+    want = np.tile(v.repeat(2, 0), (2, 1, 1))
+    np.testing.assert_allclose(result.out.astype(np.float64), want, rtol=2.0**-8, atol=1e-7)
     np.testing.assert_allclose(result.lse, np.float64(q[0, 0, 0]) * np.float64(ml_dtypes.bfloat16(8e18)), rtol=1e-6)
 
 
@@ -411,7 +410,9 @@ def test_more_requests_than_a_warp(dev, spec):
     """The work table is scanned 32 requests at a time."""
     spec = replace(spec, max_requests=70, max_nodes=4)
     rng = np.random.default_rng(25)
-    batch = random_batch(rng, spec, rng.integers(-1, 40, 67), rng.integers(0, 3, 67))
+    lens = rng.integers(-1, 40, 67)
+    lens[0] = 5  # a length of -1 before any token would put the next request's start at -1
+    batch = random_batch(rng, spec, lens, rng.integers(0, 3, 67))
     result = run(dev, batch)
     assert_close(batch, result.out, result.lse)
 

@@ -74,7 +74,7 @@ class EmulatorDevice:
         return array.copy()
 
     def download(self, array: np.ndarray) -> np.ndarray:
-        return array
+        return array.copy()  # as from a GPU: a later launch must not change what an earlier one gave
 
     def write(self, array: np.ndarray, values: np.ndarray) -> None:
         """Overwrite a device array in place."""
