@@ -67,7 +67,7 @@ def distance_bias(score, request, head, node, key):
 def hide_some(score, request, head, node, key):
     if request == 1 and node == 0:
         return float32(-math.inf)
-    if (key + head) % 3 == 0:
+    if key == 2 or (key + head) % 3 == 0:
         return float32(-math.inf)
     return score
 
@@ -142,6 +142,25 @@ def test_subnormal_float16(dev):
     assert (result.out != 0).any()
 
 
+@parametrize_specs({"bf16": BASE, "fp16": DTYPES["fp16"]})
+def test_ties_round_to_even(dev, spec):
+    """The mean of two neighbours lies halfway between them."""
+    batch = random_batch(np.random.default_rng(6), spec, [2, 2, 2], [1, 1, 1], trees=[np.zeros((1, 1), bool)] * 3)
+    ulp = 2.0**-7 if spec.dtype == "bfloat16" else 2.0**-10
+    v = np.array(batch.v_cache)
+    for low in range(3):
+        slots = batch.kv_indices[2 * low : 2 * low + 2]
+        v[slots] = np.array([1 + low * ulp, 1 + (low + 1) * ulp])[:, None, None]
+        v[slots, :, 1::2] *= v.dtype.type(-1)
+    batch = replace(batch, q=np.zeros_like(batch.q), v_cache=v)
+    for blocks in (1, 2):
+        result = run(dev, batch, max_blocks=blocks)
+        want = 1 + np.array([0, 2, 2]) * ulp
+        np.testing.assert_array_equal(
+            np.abs(result.out.astype(float)), np.broadcast_to(want[:, None, None], (3, 4, 16))
+        )
+
+
 def test_prefix_bytes(dev):
     rng = np.random.default_rng(7)
     batch = ragged(dev, PREFIX_BYTES)
@@ -181,7 +200,8 @@ def test_an_empty_batch(dev):
 
 
 def test_without_lse(dev):
-    batch = random_batch(np.random.default_rng(10), BASE, [300], [3])  # several blocks: both writers of lse
+    # Request 0 is shared by several blocks, request 1 is not: both writers of lse.
+    batch = random_batch(np.random.default_rng(10), BASE, [300, 3], [3, 1])
     plan = dev.plan(BASE)
     bound = BoundBatch(dev, plan, batch, with_lse=False)
     result = bound.run()
@@ -222,7 +242,8 @@ def test_strides(dev, spec, order):
     arrays = {"q": Strided(dev, batch.q, order=order, gaps=(0, 3, step))}
     for name in ("k_cache", "v_cache"):
         if getattr(batch, name) is not None:
-            arrays[name] = Strided(dev, getattr(batch, name), order=order, gaps=(1, 1, 2 * step))
+            gap = 2 * step if name == "k_cache" else 4 * step
+            arrays[name] = Strided(dev, getattr(batch, name), order=order, gaps=(1, 1, gap))
     nan = np.full((batch.num_tokens, spec.num_q_heads, spec.head_dim_v), 0xFFFF, np.uint16)
     out = Strided(dev, nan, order=order, gaps=(2, 1, 3 * step))
     lse = dev.upload(np.full((batch.num_tokens, spec.num_q_heads + 3), np.nan, np.float32))
@@ -240,6 +261,10 @@ def test_strides(dev, spec, order):
 @parametrize_specs(SCORE_MODS)
 def test_score_mods(dev, spec):
     batch = random_batch(np.random.default_rng(12), spec, [37, 5, 300], [3, 2, 1])
+    if spec.score_mod is hide_some:  # key 2 is hidden from all: what it holds does not matter
+        k, v = np.array(batch.k_cache), np.array(batch.v_cache)
+        k[batch.kv_indices[2]], v[batch.kv_indices[2]] = np.nan, np.nan
+        batch = replace(batch, k_cache=k, v_cache=v)
     result = run(dev, batch)
     assert_close(batch, result.out, result.lse)
     if spec.score_mod is hide_some:

@@ -1,0 +1,259 @@
+"""Every kernel builds for every target, keeps to its registers, and has no float64; and how targets are named.
+
+Compiled without a GPU.  ``make test`` takes one of each kind; the other combinations are marked slow.
+"""
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from numba import cuda, float32, int32
+
+import nbverify as nv
+from nbverify import contract
+from nbverify.compile import OVERRIDE, Target, compile_body, compile_spec, target_of
+from nbverify.errors import ArgumentError
+
+ROOT = Path(__file__).parents[2]
+SLOPE = float32(0.0625)
+SM_REGISTERS = 65_536
+RTX_SHARED_BYTES = 101_376  # of a block on sm_120
+RESERVED_SHARED_BYTES = {"sm_90a": 1024}  # the system's own, which the linker counts where shared memory is used
+BARRIER_CALL_BYTES = 16  # stack of cudaCGSynchronize, a function of NVIDIA's that is called and not inlined
+
+LIMITS = {"max_requests": 16, "max_nodes": 33, "max_kv_len": 262_144, "sm_scale": 0.144680}
+
+
+def slope_mod(score, request, head, node, key):
+    """Nothing but float32 and int32: the constant is wrapped, the product of two int32 as well."""
+    return score - SLOPE * float32(int32(head + int32(1))) * float32(key)
+
+
+SPECS = {
+    "mla": nv.VerifySpec.mla(8, **LIMITS),
+    "gqa128": nv.VerifySpec.gqa(32, 8, 128, mask="tree", split="fixed", **LIMITS),
+    "fp8": nv.VerifySpec.mla(16, kv_dtype="float8_e4m3fn", prefix_visible=False, **LIMITS),
+    "fp16 packed score_mod": nv.VerifySpec.gqa(6, 2, 64, dtype="float16", mask="packed", score_mod=slope_mod, **LIMITS),
+    "two_launch debug": nv.VerifySpec.gqa(32, 8, 128, mask="causal", reduction="two_launch", **LIMITS),
+}
+TARGETS = ("8.0", "9.0", "12.0")
+IN_MAKE_TEST = {
+    ("mla", "12.0"),
+    ("gqa128", "9.0"),
+    ("fp8", "8.0"),
+    ("fp16 packed score_mod", "12.0"),
+    ("two_launch debug", "9.0"),  # three kernels: check, verify_split, verify_merge
+}
+NAMES = {
+    False: ["nbverify_verify"],
+    True: ["nbverify_check", "nbverify_verify_split", "nbverify_verify_merge"],
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    """So that what is tested is what compiles now."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(OVERRIDE, raising=False)
+
+
+def combinations():
+    for name in SPECS:
+        for cc in TARGETS:
+            marks = () if (name, cc) in IN_MAKE_TEST else (pytest.mark.slow,)
+            yield pytest.param(SPECS[name], cc, marks=marks, id=f"{name} {cc}")
+
+
+def machine_of(cubin):
+    """``sm_120a``, from the flags in a cubin's ELF header (64 bit, little endian), in both of NVIDIA's layouts."""
+    (flags,) = struct.unpack_from("<I", cubin, 0x30)
+    number, is_specific = (flags & 0xFF, flags & 0x800) if cubin[8] < 8 else (flags >> 8 & 0xFF, flags & 0x8)
+    return f"sm_{number}" + ("a" if is_specific else "")
+
+
+def problems_of(kernel, target, step):
+    """All that is wrong with a kernel, as text."""
+    need = kernel.resources
+    registers_of_a_thread = -(-need.registers // 8) * 8  # given out eight at a time
+    allowed_stack = BARRIER_CALL_BYTES if kernel.cooperative else 0
+    arrays = re.findall(r"\.local\s+\.align\s+\d+\s+\.b8\s+\w+\[(\d+)\]", kernel.ptx)
+    checks = {
+        f"target {kernel.target}": kernel.target == target.name,
+        f"PTX is not for {target.name}": re.search(rf"^\.target {target.name}\b(?!a)", kernel.ptx, re.M) is not None,
+        "cubin is no ELF": kernel.cubin[:4] == b"\x7fELF" and kernel.name.encode() in kernel.cubin,
+        f"cubin is for {machine_of(kernel.cubin)}": machine_of(kernel.cubin) == target.name,
+        "float64": ".f64" not in kernel.ptx and not any("f64" in opcode for opcode in need.instructions),
+        f"local_bytes {need.local_bytes}": need.local_bytes == 0,
+        f"arrays in local memory, of {arrays} bytes": not arrays,
+        f"spill_bytes {need.spill_bytes}": need.spill_bytes == 0,
+        f"stack_bytes {need.stack_bytes}": need.stack_bytes <= allowed_stack,
+        f"{need.registers} registers": 0 < need.registers <= 255,
+        f"{need.registers} registers x {step.threads} threads": registers_of_a_thread * step.threads <= SM_REGISTERS,
+        f"{need.static_shared_bytes} bytes static shared": (
+            need.static_shared_bytes in (0, RESERVED_SHARED_BYTES.get(target.name, 0))
+        ),
+    }
+    return [f"{kernel.name}: {text}" for text, holds in checks.items() if not holds]
+
+
+@pytest.mark.timeout(300)  # seconds on an idle machine, a minute on a busy one
+@pytest.mark.parametrize("spec, cc", list(combinations()))
+def test_kernels(spec, cc):
+    from nbverify.kernels.geometry import simt_geometry, steps
+
+    target = target_of(cc)
+    debug = spec.reduction == "two_launch"
+    kernels = compile_spec(spec, target, debug=debug)
+    assert [k.name for k in kernels] == NAMES[debug]
+    assert [k.cooperative for k in kernels] == [spec.reduction == "grid_sync"] * len(kernels)
+    problems = []
+    for kernel, step in zip(kernels, steps(spec, simt_geometry(spec), debug=debug), strict=True):
+        assert kernel.name == f"nbverify_{step.body}"
+        problems += problems_of(kernel, target, step)
+    assert not problems, "\n".join(problems)
+
+
+def test_an_array_in_local_memory_is_reported():
+    """A gate on a number that cannot be anything but 0 would be none."""
+
+    def indexes_an_array(args):
+        values = cuda.local.array(64, float32)
+        for i in range(64):
+            values[i] = args.v_scale * float32(i)
+        for i in range(args.num_tokens):
+            values[(args.num_slots + i) % 64] += values[i * 7 % 64]
+        args.lse[0] = values[args.num_requests % 64]
+
+    parameters = contract.parameters(SPECS["mla"])
+    kernel = compile_body(indexes_an_array, parameters, target_of("8.0"), launch_bounds=(32, 1))
+    assert kernel.resources.local_bytes >= 64 * 4
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_dynamic_shared_memory_fits_an_rtx(name):
+    """By the plan's formula, which is what the launch asks for."""
+    plan = nv.VerifyPlan(SPECS[name], device="emulator", shared_limit=RTX_SHARED_BYTES)
+    assert 0 < plan.report().shared_bytes <= RTX_SHARED_BYTES
+
+
+def bare_mod(score, request, head, node, key):
+    return score * 0.1  # not 0.5: its product is the same in float32, which the compiler knows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score_mod, has_float64", [(bare_mod, True), (slope_mod, False)])
+def test_a_bare_float_in_a_score_mod_is_float64(score_mod, has_float64):
+    """It compiles, and is right; it costs double precision in the inner loop.  Hence float32(...) in every example."""
+    spec = replace(SPECS["two_launch debug"], score_mod=score_mod)
+    kernels = compile_spec(spec, target_of("12.0"))
+    assert any(".f64" in k.ptx for k in kernels) == has_float64
+
+
+def test_score_mod_that_does_not_compile_is_named():
+    def score_mod(score, request, head, node, key):
+        return score + unknown_name  # noqa: F821
+
+    with pytest.raises(nv.CompileError, match="unknown_name"):
+        compile_spec(replace(SPECS["two_launch debug"], score_mod=score_mod), target_of("12.0"))
+
+
+# ---- targets
+
+
+@pytest.mark.parametrize(
+    "cc, name",
+    [
+        *((cc, "sm_120a") for cc in ("12.0", "120", "sm_120", "sm_120a", "12.0a", (12, 0), (12, 0, "a"))),
+        *((cc, "sm_90a") for cc in ("9.0", "90", "sm_90", "sm_90a", (9, 0), (9, 0, "a"))),
+        ("10.3", "sm_103a"),
+        ("sm_121", "sm_121a"),
+        *((cc, "sm_80") for cc in ("8.0", "80", "sm_80", (8, 0))),
+        ("8.6", "sm_86"),
+        ((8, 9), "sm_89"),
+    ],
+)
+def test_target_names(cc, name):
+    target = target_of(cc)
+    assert target.name == name
+    assert target.cc == (target.major, target.minor, *(["a"] if name.endswith("a") else []))
+
+
+@pytest.mark.parametrize(
+    "cc",
+    [
+        *(None, "", "hopper", "12", "12.", ".0", "12.0.0", "12.0b", "12.0 ", "sm_", "sm120", "-9.0", "7.5", "sm_75"),
+        *((7, 5), (12,), (), (12, 0, "a", 0), ("12", "0"), (12.0, 0), [12, 0], 12.0, 12, 120, True, b"12.0"),
+    ],
+    ids=repr,
+)
+def test_no_target(cc):
+    with pytest.raises(ArgumentError, match=r"^cc: expected "):
+        target_of(cc)
+
+
+@pytest.mark.parametrize("cc", [(True, 0), (12, False), (12, -1), (12, 0, "x"), (12, 0, None), (9, 10)])
+def test_no_target_though_it_looks_like_one(cc):
+    with pytest.raises(ArgumentError, match=r"^cc: expected "):
+        target_of(cc)
+
+
+@pytest.mark.parametrize("cc", [None, "12.0", "sm_120a", (12, 0), (12, 0, "a")])
+def test_override_drops_the_suffix(cc, monkeypatch):
+    monkeypatch.setenv(OVERRIDE, "12.0")
+    assert target_of(cc) == Target(12, 0, "")
+    assert target_of(cc).name == "sm_120"
+    assert target_of(cc).cc == (12, 0)
+
+
+def test_override_contradicts(monkeypatch):
+    monkeypatch.setenv(OVERRIDE, "12.0")
+    with pytest.raises(ArgumentError, match=rf"^cc: expected 12\.0, which {OVERRIDE} sets .* got 9\.0"):
+        target_of("9.0")
+
+
+def test_empty_override_is_none(monkeypatch):
+    monkeypatch.setenv(OVERRIDE, "")
+    assert target_of("12.0").name == "sm_120a"
+    with pytest.raises(ArgumentError, match=r"^cc: "):
+        target_of(None)
+
+
+@pytest.mark.parametrize("override", ["rtx", "7.5"])
+@pytest.mark.parametrize("cc", [None, "12.0"])
+def test_override_that_is_no_target(cc, override, monkeypatch):
+    monkeypatch.setenv(OVERRIDE, override)
+    with pytest.raises(ArgumentError):
+        target_of(cc)
+
+
+COMPILE_TINY = """
+import json
+from nbverify import VerifySpec, contract
+from nbverify.compile import compile_body, target_of
+
+def tiny(args):
+    args.lse[0] = args.v_scale
+
+spec = VerifySpec.gqa(1, 1, 16, max_requests=1, max_nodes=1, max_kv_len=1, sm_scale=1.0)
+kernel = compile_body(tiny, contract.parameters(spec), target_of(None), launch_bounds=(32, 1))
+print(json.dumps([kernel.target, kernel.ptx, kernel.cubin[:64].hex()]))
+"""
+
+
+def test_compiling_under_the_override():
+    """In a process of its own, because numba reads the variable when it is imported."""
+    environment = {**os.environ, OVERRIDE: "12.0", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE_TINY], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    target, ptx, elf = json.loads(done.stdout)
+    assert target == "sm_120"
+    assert re.search(r"^\.target sm_120$", ptx, re.M)
+    assert machine_of(bytes.fromhex(elf)) == "sm_120"

@@ -1,0 +1,42 @@
+"""A small matrix of launches for compute-sanitizer, each compared with float64.  Run by test_sanitizer.py.
+
+Few blocks and short prefixes: under racecheck a launch takes seconds.
+"""
+
+import numpy as np
+from support.batches import assert_close, random_batch
+from support.devices import BoundBatch, GpuDevice
+
+import nbverify as nv
+
+LIMITS = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 400, "sm_scale": 0.25}
+BLOCKS = 5
+SPECS = {
+    "gqa": nv.VerifySpec.gqa(4, 2, 16, **LIMITS),
+    "fixed": nv.VerifySpec.gqa(4, 2, 16, split="fixed", **LIMITS),
+    "two_launch": nv.VerifySpec.gqa(4, 2, 16, reduction="two_launch", **LIMITS),
+    "fixed-two_launch": nv.VerifySpec.gqa(4, 2, 16, split="fixed", reduction="two_launch", **LIMITS),
+    "fp8": nv.VerifySpec.gqa(4, 2, 16, kv_dtype="float8_e4m3fn", **LIMITS),
+    "packed": nv.VerifySpec.gqa(4, 2, 16, mask=nv.Mask.PACKED, **LIMITS),
+    "odd widths": nv.VerifySpec.gqa(2, 1, 48, head_dim_v=80, **LIMITS),
+    "mla-fp8": nv.VerifySpec.mla(2, head_dim_qk=48, head_dim_v=32, kv_dtype="float8_e4m3fn", **LIMITS),
+}
+RAGGED_AND_PADDED = ([300, 0, 37, -1], [8, 3, 1, 2])
+
+
+def main() -> None:
+    dev = GpuDevice()
+    for name, spec in SPECS.items():
+        debug = name == "gqa"
+        plan = dev.plan(spec, max_blocks=BLOCKS, debug=debug)
+        batch = random_batch(np.random.default_rng(100), spec, *RAGGED_AND_PADDED)
+        bound = BoundBatch(dev, plan, batch)
+        result = bound.run()
+        assert_close(batch, result.out, result.lse)
+        if debug:
+            plan.check()
+        print(name, "right", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,446 @@
+"""How work is split: every key tile of every row unit is walked once, and no two partial states share a slot.
+
+Arithmetic is tested as plain Python, exhaustively; the split policies by running their device functions in the
+emulator, which needs no keys and no values: a kernel here only writes down the segments it would walk.
+"""
+
+import itertools
+from collections import namedtuple
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numba import cuda, int64
+
+import nbverify as nv
+from nbverify import contract
+from nbverify.kernels import geometry as geo
+from nbverify.kernels import schedule
+
+WARP = 32
+MIN_CHUNK_TILES = geo.MIN_CHUNK_TILES
+block_begin, block_of = schedule.block_begin.py_func, schedule.block_of.py_func
+chunk_tiles_of, upper_request = schedule.chunk_tiles_of.py_func, schedule.upper_request.py_func
+
+
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+# ---- arithmetic
+
+
+def test_blocks_share_a_line_without_gap_or_overlap():
+    """For all totals <= 60 and grids <= 40 with as many items as blocks, which ``num_active_blocks`` sees to."""
+    for total in range(1, 61):
+        for blocks in range(1, min(total, 40) + 1):
+            begins = [block_begin(total, blocks, k) for k in range(blocks + 1)]
+            assert begins[0] == 0 and begins[-1] == total
+            shares = [end - begin for begin, end in itertools.pairwise(begins)]
+            assert set(shares) <= {total // blocks, ceil_div(total, blocks)}, (total, blocks)
+            owners = [k for k, share in enumerate(shares) for _ in range(share)]
+            assert [block_of(total, blocks, i) for i in range(total)] == owners, (total, blocks)
+
+
+@pytest.mark.parametrize("total", [2**31 - 1, 2**31 + 5, 2**33 + 12345, 2**40 + 7])
+@pytest.mark.parametrize("blocks", [1, 3, 148, 376, 1024])
+def test_positions_beyond_32_bits_are_exact(total, blocks):
+    """In numpy's int64, which overflows as the GPU's does, against Python's integers, which do not."""
+    rng = np.random.default_rng(blocks)
+    ks = [0, 1, blocks // 2, blocks - 1, *rng.integers(0, blocks, 20).tolist()]
+    with np.errstate(over="raise"):
+        for k in ks:
+            begin, end = (block_begin(np.int64(total), np.int64(blocks), np.int64(x)) for x in (k, k + 1))
+            assert (int(begin), int(end)) == (k * total // blocks, (k + 1) * total // blocks)
+            if begin < end:
+                for position in (begin, (begin + end) // 2, end - 1):
+                    assert block_of(np.int64(total), np.int64(blocks), position) == k
+
+
+def test_chunks_are_at_most_max_splits_and_at_least_the_minimum():
+    for tiles in range(1, 1200):
+        for max_splits in (1, 2, 3, 7, 22, 63, 64):
+            chunk = int(chunk_tiles_of(tiles, max_splits))
+            chunks = ceil_div(tiles, chunk)
+            assert chunk >= MIN_CHUNK_TILES
+            assert 1 <= chunks <= max_splits
+            if chunks > 1:
+                assert tiles - (chunks - 1) * chunk >= 1
+            if chunk > MIN_CHUNK_TILES:  # no longer than max_splits asks for
+                assert ceil_div(tiles, chunk - 1) > max_splits
+
+
+def test_upper_request_is_searchsorted():
+    """On prefix sums with any number of empty requests before, between and after."""
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        counts = rng.integers(0, 5, rng.integers(1, 40)) * rng.integers(0, 2)
+        counts[rng.integers(counts.size)] += 1
+        if rng.random() < 0.2:
+            counts = counts.astype(np.int64) * 2**33
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        positions = np.unique([*starts[:-1], *(starts[1:] - 1), *rng.integers(0, starts[-1], 5)])
+        for position in positions[(positions >= 0) & (positions < starts[-1])]:
+            found = upper_request(starts, counts.size, position)
+            assert found == np.searchsorted(starts, position, side="right") - 1
+            assert counts[found] > 0 and starts[found] <= position < starts[found + 1]
+
+
+# ---- lengths, in the emulator
+
+
+FIELDS = contract.args_class()._fields
+Args = namedtuple("Args", (*FIELDS, "table_out", "found", "counts"))
+MAX_SEGMENTS = 4096
+
+
+def args_of(spec, prefix_sums, token_sums, *, num_indices, num_tokens, dtypes=("int32", "int64"), **outputs):
+    """The fields that the schedule reads; all others are None, so that a new dependency is noticed."""
+    sums = [np.asarray(x).astype(d) for x, d in zip((prefix_sums, token_sums), dtypes, strict=True)]
+    fields = dict.fromkeys(Args._fields)
+    fields |= {
+        "kv_indptr": sums[0].view(np.int32),
+        "kv_indptr_words": sums[0].itemsize // 4,
+        "qo_indptr": sums[1].view(np.int32),
+        "qo_indptr_words": sums[1].itemsize // 4,
+        "kv_indices": np.lib.stride_tricks.as_strided(np.zeros(1, np.int32), (num_indices,), (0,), writeable=False),
+        "kv_indices_words": 1,
+        "num_tokens": num_tokens,
+        "num_requests": sums[0].size - 1,
+        "max_nodes": spec.max_nodes,
+        "max_kv_len": spec.max_kv_len,
+        "max_splits": geo.max_splits(spec, geo.simt_geometry(spec)),
+    }
+    return Args(**{**fields, **outputs})
+
+
+def write_requests(args):
+    for b in range(cuda.blockIdx.x, args.num_requests, cuda.gridDim.x):
+        request = schedule.load_request(args, b)
+        for i in range(6):
+            args.found[6 * b + i] = request[i]
+
+
+def requests_of(args):
+    found = np.full(6 * args.num_requests, -77, np.int64)
+    nv.Emulator().launch(
+        write_requests, args._replace(found=found), grid=1, block=1, shared_bytes=0, name="write_requests"
+    )
+    return [tuple(row) for row in found.reshape(-1, 6).tolist()]
+
+
+def clamped(spec, start, length, token_start, nodes, num_indices, num_tokens):
+    """DESIGN.md section 1: lengths are signed; clamped so that no buffer and no workspace is overrun."""
+    n = 0 if token_start < 0 else max(0, min(nodes, spec.max_nodes, num_tokens - token_start))
+    c = 0 if start < 0 else max(0, min(length, spec.max_kv_len - n, num_indices - start))
+    return start, c, token_start, n, (0 if length < 0 else c + n)
+
+
+SMALL = nv.VerifySpec.gqa(6, 2, 16, max_requests=64, max_nodes=24, max_kv_len=600, sm_scale=1.0)
+
+
+def test_requests_of_ordinary_lengths_are_as_they_stand():
+    kv, qo = [0, 5, 5, 305, 881], [0, 3, 4, 28, 28]
+    found = requests_of(args_of(SMALL, kv, qo, num_indices=881, num_tokens=28))
+    assert found == [(0, 0, 5, 0, 3, 8), (1, 5, 0, 3, 1, 1), (2, 5, 300, 4, 24, 324), (3, 305, 576, 28, 0, 576)]
+
+
+@pytest.mark.parametrize("dtypes", [("int32", "int64"), ("int64", "int32"), ("int64", "int64")])
+def test_requests_of_any_lengths_are_clamped(dtypes):
+    rng = np.random.default_rng(1)
+    edges = np.array([-(2**31), -1000, -1, 0, 1, 2, 23, 24, 25, 600, 601, 1000, 2**31 - 1])
+    if dtypes == ("int64", "int64"):
+        edges = np.concatenate([edges, [-(2**45), 2**40, 2**33]])
+    for _ in range(60):
+        kv, qo = (rng.choice(edges, 65) + rng.integers(-1, 2, 65) for _ in range(2))
+        info = np.iinfo(np.int32)
+        kv, qo = (x.clip(info.min, info.max) if d == "int32" else x for x, d in zip((kv, qo), dtypes, strict=True))
+        num_indices, num_tokens = int(rng.integers(0, 1200)), int(rng.integers(0, 60))
+        args = args_of(SMALL, kv, qo, num_indices=num_indices, num_tokens=num_tokens, dtypes=dtypes)
+        for b, request in enumerate(requests_of(args)):
+            raw = int(kv[b]), int(kv[b + 1] - kv[b]), int(qo[b]), int(qo[b + 1] - qo[b])
+            assert request == (b, *clamped(SMALL, *raw, num_indices, num_tokens)), raw
+            _, start, c, token_start, n, keys = request
+            # What keeps every buffer and the workspace safe, whatever the formula.
+            assert 0 <= n <= SMALL.max_nodes and c >= 0 and c + n <= SMALL.max_kv_len and keys in (0, c + n)
+            assert n == 0 or 0 <= token_start <= num_tokens - n
+            assert c == 0 or 0 <= start <= num_indices - c
+            if raw[1] <= 0:
+                assert c == 0
+            if raw[3] <= 0:
+                assert n == 0
+
+
+# ---- the split policies, in the emulator
+
+
+def make_writer(policy):
+    """A kernel that writes down its work table, its segments, and then the partial states of all units."""
+    prepare, segment_at, num_active_blocks, unit_partials = policy
+
+    def write_schedule(args):
+        table = cuda.shared.array(0, int64)
+        prepare(args, table)
+        if cuda.threadIdx.x == 0:
+            num_requests, block = args.num_requests, int64(cuda.blockIdx.x)
+            entries = 2 * (num_requests + 1)
+            for i in range(entries):
+                args.table_out[block * entries + i] = table[i]
+            blocks, num_items = num_active_blocks(args, table), table[num_requests]
+            count = 0
+            if block < blocks:
+                position, end = block_begin(num_items, blocks, block), block_begin(num_items, blocks, block + 1)
+                while position < end:
+                    segment = segment_at(args, table, position, end)
+                    for i in range(7):
+                        args.found[(block * MAX_SEGMENTS + count) * 7 + i] = segment[i]
+                    count += 1
+                    position = segment[6]
+                args.counts[block] = position - end  # 0: stopped exactly at its end
+            if block == 0:
+                for unit in range(table[2 * num_requests + 1]):
+                    partials = unit_partials(args, table, unit)
+                    for i in range(4):
+                        args.found[(cuda.gridDim.x * MAX_SEGMENTS * 7) + 4 * unit + i] = partials[i]
+            args.counts[cuda.gridDim.x + block] = count
+
+    return write_schedule
+
+
+Segment = namedtuple("Segment", "block request unit first_tile end_tile direct slot")
+Found = namedtuple("Found", "items units segments partials")
+
+
+def run_schedule(spec, lengths, grid, **sizes):
+    """Work table, segments of every block in order, and partial states of every unit, for (c, n) pairs."""
+    geometry = geo.simt_geometry(spec)
+    small = replace(geometry, threads=2 * WARP)  # only how many threads fill the table
+    prefix, nodes = zip(*lengths, strict=True) if lengths else ((), ())
+    kv, qo = (np.concatenate([[0], np.cumsum(x)]).astype(np.int64) for x in (prefix, nodes))
+    sizes = {"num_indices": int(max(kv.max(), 0)), "num_tokens": int(max(qo.max(), 0))} | sizes
+    entries = 2 * (len(lengths) + 1)
+    args = args_of(
+        spec, kv, qo, **sizes, dtypes=("int64", "int64"),
+        table_out=np.full(grid * entries, -77, np.int64),
+        found=np.full(grid * MAX_SEGMENTS * 7 + 4 * 4096, -77, np.int64),
+        counts=np.zeros(2 * grid, np.int64),
+    )  # fmt: skip
+    body = make_writer(schedule.make_schedule(spec, small))
+    nv.Emulator().launch(body, args, grid=grid, block=small.threads, shared_bytes=8 * entries, name="write_schedule")
+    tables = args.table_out.reshape(grid, 2, -1)
+    assert (tables == tables[0]).all(), "every block has the same table"
+    assert (args.counts[:grid] == 0).all(), "a block went past the end of its share"
+    rows = args.found[: grid * MAX_SEGMENTS * 7].reshape(grid, MAX_SEGMENTS, 7)
+    segments = [Segment(k, *row[:6]) for k in range(grid) for row in rows[k, : args.counts[grid + k]].tolist()]
+    num_units = int(tables[0, 1, -1])
+    partials = args.found[grid * MAX_SEGMENTS * 7 :][: 4 * num_units].reshape(-1, 4).tolist()
+    return Found(tables[0, 0].tolist(), tables[0, 1].tolist(), segments, partials)
+
+
+def expected_units(spec, c, n):
+    geometry = geo.simt_geometry(spec)
+    return spec.num_kv_heads * ceil_div(n * spec.group, geometry.rows_per_tile)
+
+
+def expected_tiles(c, n):
+    return 1 if c < 0 else ceil_div(c + n, WARP)
+
+
+def check(spec, lengths, grid):
+    """Everything that must hold, by the definition of unit, item, segment and slot."""
+    geometry = geo.simt_geometry(spec)
+    lengths = list(lengths)
+    found = run_schedule(spec, lengths, grid)
+    units = [expected_units(spec, c, n) for c, n in lengths]
+    tiles = [expected_tiles(c, n) for c, n in lengths]
+    max_splits = geo.max_splits(spec, geometry)
+    chunks = [max(MIN_CHUNK_TILES, ceil_div(t, max_splits)) for t in tiles]
+    per_unit = [ceil_div(t, k) for t, k in zip(tiles, chunks, strict=True)] if spec.split == "fixed" else tiles
+    items = [u * i for u, i in zip(units, per_unit, strict=True)]
+    assert found.units == [0, *np.cumsum(units).tolist()][: len(lengths) + 1]
+    assert found.items == [0, *np.cumsum(items).tolist()][: len(lengths) + 1]
+
+    # Every tile of every unit once, in the order of the line; balanced to within one item.
+    walked = [(s.request, s.unit, tile) for s in found.segments for tile in range(s.first_tile, s.end_tile)]
+    assert walked == [(b, u, t) for b in range(len(lengths)) for u in range(units[b]) for t in range(tiles[b])]
+    shares = [0] * grid
+    for s in found.segments:
+        assert s.first_tile < s.end_tile
+        shares[s.block] += 1 if spec.split == "fixed" else s.end_tile - s.first_tile
+        assert bool(s.direct) == (s.end_tile - s.first_tile == tiles[s.request])
+        if spec.split == "fixed":
+            assert s.first_tile % chunks[s.request] == 0
+            assert s.end_tile == min(tiles[s.request], s.first_tile + chunks[s.request])
+    total = sum(items)
+    busy = min(grid, total)
+    if busy:
+        assert set(shares[:busy]) <= {total // busy, ceil_div(total, busy)} and not any(shares[busy:])
+
+    # Slots: unique, inside the workspace, and found again by the merge, in the order of the keys.
+    written = {}
+    for s in found.segments:
+        if not s.direct:
+            assert s.slot not in written, "two segments share a slot"
+            written[s.slot] = s
+            assert 0 <= s.slot < geo.num_partials(spec, geometry, grid)
+    index = 0
+    for b, count in enumerate(units):
+        for unit in range(count):
+            request, its_unit, first_slot, num_states = found.partials[index]
+            assert (request, its_unit) == (b, unit)
+            mine = [s for s in found.segments if (s.request, s.unit) == (b, unit)]
+            assert num_states == len(mine)
+            if num_states > 1:
+                assert [s.slot for s in mine] == list(range(first_slot, first_slot + num_states))
+            index += 1
+    assert index == len(found.partials)
+    return found
+
+
+def spec_of(split, *, heads=6, kv_heads=2, shared=False, **limits):
+    limits = {"max_requests": 80, "max_nodes": 24, "max_kv_len": 40_000, "sm_scale": 1.0, **limits}
+    if shared:
+        return nv.VerifySpec.mla(heads, split=split, **limits)
+    return nv.VerifySpec.gqa(heads, kv_heads, 16, split=split, **limits)
+
+
+each_split = pytest.mark.parametrize("split", ["balanced", "fixed"])
+
+
+@each_split
+@pytest.mark.parametrize("case", range(40))
+def test_random_batches(split, case):
+    rng = np.random.default_rng(case)
+    kv_heads = int(rng.choice([1, 2, 3]))
+    spec = spec_of(
+        split,
+        heads=kv_heads * int(rng.integers(1, 9)),
+        kv_heads=kv_heads,
+        max_nodes=int(rng.integers(1, 40)),
+        max_kv_len=int(rng.choice([300, 3000, 40_000])),
+    )
+    count = int(rng.integers(0, 12))
+    longest = int(rng.choice([40, 600, spec.max_kv_len]))
+    nodes = rng.integers(0, spec.max_nodes + 1, count)
+    prefix = np.minimum(rng.integers(0, longest, count), spec.max_kv_len - nodes)
+    prefix[rng.random(count) < 0.15] = 0
+    check(spec, zip(prefix.tolist(), nodes.tolist(), strict=True), int(rng.integers(1, 14)))
+
+
+@each_split
+@pytest.mark.parametrize("grid", range(1, 10))
+def test_one_request_cut_everywhere(split, grid):
+    """More and fewer tiles and chunks than blocks."""
+    spec = spec_of(split, heads=1, kv_heads=1)
+    for tiles in (1, 2, 3, 7, 8, 9, 16, 17, 40):
+        check(spec, [(tiles * WARP - 1, 1)], grid)
+
+
+@each_split
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [],
+        [(0, 0)],
+        [(500, 0)],
+        [(0, 0), (0, 0), (0, 0)],
+        [(0, 1)],
+        [(0, 0), (700, 5), (0, 0), (3, 1), (0, 0)],
+        [(1, 1)] * 70,
+        [(5000, 24)] + [(1, 1)] * 66,
+        [(1, 1)] * 66 + [(5000, 24)],
+        [(64, 0), (64, 24), (31, 1), (32, 1), (255, 1), (256, 1), (511, 1), (512, 1)],
+        [(39_976, 24), (39_976, 24)],
+    ],
+    ids=lambda lengths: f"{len(lengths)} requests, {sum(n for _, n in lengths)} nodes",
+)
+def test_regimes(split, lengths):
+    for grid in (1, 3, 8):
+        check(spec_of(split), lengths, grid)
+
+
+@each_split
+def test_padding_row_has_one_tile_and_is_written_by_somebody(split):
+    """A negative prefix length: its zeros are work, its keys are not."""
+    spec = spec_of(split)
+    found = run_schedule(spec, [(700, 5), (-3, 4), (90, 2)], 3, num_indices=900, num_tokens=11)
+    mine = [s for s in found.segments if s.request == 1]
+    assert [(s.unit, s.first_tile, s.end_tile, bool(s.direct)) for s in mine] == [
+        (unit, 0, 1, True) for unit in range(expected_units(spec, -3, 4))
+    ]
+
+
+def test_fixed_cuts_depend_on_nothing_but_the_request():
+    """Not on its neighbours, its place, the grid, nor on max_requests."""
+    spec = spec_of("fixed")
+
+    def cuts(lengths, which, grid, spec=spec):
+        found = check(spec, lengths, grid)
+        return [(s.unit, s.first_tile, s.end_tile, bool(s.direct)) for s in found.segments if s.request == which]
+
+    alone = cuts([(4321, 9)], 0, 1)
+    assert len(alone) > 2 * expected_units(spec, 4321, 9)
+    assert cuts([(4321, 9)], 0, 11) == alone
+    assert cuts([(7, 1), (4321, 9), (9000, 24)], 1, 5) == alone
+    assert cuts([(4321, 9)], 0, 4, replace(spec, max_requests=1)) == alone
+
+
+def test_a_unit_that_one_block_walks_alone_still_has_its_chunks():
+    """fixed: accumulation restarts at each chunk, also where no other block takes part."""
+    spec = spec_of("fixed", heads=1, kv_heads=1)
+    found = check(spec, [(4095, 1)], 1)
+    assert len(found.segments) > 1 and not any(s.direct for s in found.segments)
+
+
+def test_balanced_leaves_fewer_partials_than_blocks_and_units():
+    spec = spec_of("balanced")
+    for grid in (2, 5, 9):
+        found = check(spec, [(3000, 24), (5, 1), (700, 13)], grid)
+        assert sum(not s.direct for s in found.segments) < grid + found.units[-1]
+
+
+def test_long_lines_have_64_bit_positions():
+    """2^20 requests' worth of tiles without their buffers: MLA of 128 heads, the longest prefix, in numpy's int64."""
+    spec = nv.VerifySpec.mla(128, max_requests=2**14, max_nodes=64, max_kv_len=2**31 - 1, sm_scale=1.0)
+    geometry = geo.simt_geometry(spec)
+    tiles = ceil_div(spec.max_kv_len, geometry.keys_per_tile)
+    items = spec.max_requests * geo.units_per_request(spec, geometry) * tiles
+    assert items > 2**31
+    with np.errstate(over="raise"):
+        for blocks in (np.int64(1), np.int64(2048)):
+            last = np.int64(items - 1)
+            assert block_of(np.int64(items), blocks, last) == blocks - 1
+            assert block_begin(np.int64(items), blocks, blocks) == items
+
+
+# ---- sizes
+
+
+@each_split
+def test_workspace_holds_the_worst_batch_of_any_spec(split):
+    """By formula, over random specs: the largest slot of the largest batch, and the bytes."""
+    rng = np.random.default_rng(5)
+    for _ in range(500):
+        kv_heads = int(rng.integers(1, 9))
+        spec = spec_of(
+            split, heads=kv_heads * int(rng.integers(1, 17)), kv_heads=kv_heads, max_requests=int(rng.integers(1, 65)),
+            max_nodes=int(rng.integers(1, 300)), max_kv_len=int(10 ** rng.uniform(2.6, 9)),
+        )  # fmt: skip
+        geometry, grid = geo.simt_geometry(spec), int(rng.integers(1, 800))
+        units = spec.max_requests * expected_units(spec, 0, spec.max_nodes)
+        splits = geo.max_splits(spec, geometry)
+        tiles = ceil_div(spec.max_kv_len, geometry.keys_per_tile)
+        assert 1 <= splits <= geo.MAX_SPLITS
+        chunks = ceil_div(tiles, int(chunk_tiles_of(tiles, splits)))
+        largest_slot = units * chunks - 1 if split == "fixed" else (grid - 1) + (units - 1)
+        partials = geo.num_partials(spec, geometry, grid)
+        assert largest_slot < partials
+        assert partials <= units * splits if split == "fixed" else partials <= grid + units
+        bytes_each = 4 * geometry.rows_per_tile * (spec.head_dim_v + 2)
+        assert geo.workspace_bytes(spec, geometry, grid) == partials * bytes_each
+
+
+def test_max_splits_does_not_depend_on_the_batch():
+    spec = spec_of("fixed")
+    geometry = geo.simt_geometry(spec)
+    assert len({geo.max_splits(replace(spec, max_requests=n), geometry) for n in (1, 7, 500)}) == 1
