@@ -4,11 +4,13 @@
 #   VENV=path               where it lies
 #   NOVENV=1                make and install nothing: use PYTHON as it is (a machine that has all packages already)
 #   WORKERS=8               processes for the tests that need no GPU
+#   GPU_WORKERS=1           processes that share the GPU in the tests that need one
 #   ARGS="-k masks -x"      passed on to pytest, or to `nbverify demo`
 
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
+GPU_WORKERS ?= 4
 ARGS ?=
 
 ifdef NOVENV
@@ -39,9 +41,10 @@ test: lint  ## lint, types, and every test that needs no GPU, except the slow on
 test-all: lint  ## the same with the slow ones
 	$(PYTEST) -n $(WORKERS) --ignore=tests/gpu $(ARGS)
 
-# One worker process: a test that hangs or kills the CUDA context takes its worker down, and the next gets a fresh one.
+# Worker processes: a test that hangs or kills the CUDA context takes its worker down, and the next gets a fresh one.
 test-gpu: $(INSTALLED_TEST)  ## the tests on a GPU; without one this fails, it does not skip
-	$(PYTEST) tests/gpu -n 1 --max-worker-restart=100 --require-gpu $(ARGS)
+	$(PYTEST) tests/gpu -m "not alone" -n $(GPU_WORKERS) --max-worker-restart=100 --require-gpu $(ARGS)
+	$(PYTEST) tests/gpu -m alone -n 1 --max-worker-restart=100 --require-gpu $(ARGS)
 
 lint: $(INSTALLED_TEST)  ## ruff and mypy, nothing is changed
 	$(PY) -m ruff check .

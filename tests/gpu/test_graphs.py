@@ -177,6 +177,7 @@ def test_plans_captured_at_once_on_two_streams(dev):
         assert bound.run().bits == result.bits
 
 
+@pytest.mark.alone
 @parametrize(balanced=BALANCED, two_launch=TWO_LAUNCH)
 def test_replays_do_something_and_take_no_memory(dev, spec):
     """B13: two captures of one plan alive at once; static buffers change; nothing is allocated."""

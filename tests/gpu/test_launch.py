@@ -22,7 +22,7 @@ from support.streams import (
 
 import nbverify as nv
 from nbverify import compile, contract
-from nbverify.launch import Device, Launcher, LoadedKernel, ParameterBlock, driver
+from nbverify.launch import Device, Launcher, LoadedKernel, ParameterBlock, ParameterLayout, driver
 
 # The compiled kernels of support/basic.py: sizes are no part of them.
 LIMITS = {"max_requests": 4, "max_nodes": 24, "max_kv_len": 66_000}
@@ -166,6 +166,7 @@ def test_around_the_default_shared_memory(dev, more):
 # -------------------------------------------------------------------------------------------- what a launch must not do
 
 
+@pytest.mark.alone
 @parametrize(**SPECS)
 def test_launches_allocate_nothing(dev, spec):
     bound, stream = BoundBatch(dev, dev.plan(spec), small_batch(spec)), DriverStream()
@@ -270,7 +271,7 @@ def test_a_kernel_of_another_contract_never_launches(dev, change):
     table, difference = OTHER_TABLES[change]
     kernel = load(dev, table)
     with pytest.raises(nv.CompileError, match=rf"^nbverify_do_nothing: .*{difference}"):
-        Launcher([kernel], [1], ParameterBlock(TABLE))
+        Launcher([kernel], [1], ParameterBlock(ParameterLayout(TABLE)))
 
 
 def test_a_kernel_of_this_contract_launches(dev):

@@ -116,6 +116,7 @@ def test_two_plans_on_two_streams(dev, differs):
     assert not dev.download(counts).any()
 
 
+@pytest.mark.alone
 def test_plans_come_and_go(dev):
     """Loading, unloading and freeing: the last of many plans is as right as the first, and none leaks its workspace."""
     spec = SPECS["balanced"]

@@ -4,5 +4,8 @@ import pytest
 
 # These are no test files, so pytest must be told to explain their asserts.
 pytest.register_assert_rewrite(
-    *[f"support.{name}" for name in ("basic", "batches", "debug_plans", "determinism", "devices", "probes", "recipes")]
+    *[
+        f"support.{name}"
+        for name in ("basic", "batches", "debug_plans", "determinism", "devices", "probes", "recipes", "streams")
+    ]
 )

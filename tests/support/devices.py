@@ -104,6 +104,8 @@ class GpuDevice:
         import cupy
 
         self.cupy, self.ordinal = cupy, ordinal
+        cupy.cuda.Device(ordinal).use()
+        cupy.cuda.runtime.free(0)  # makes the context now: tests that call the driver need one
 
     @property
     def device(self) -> int:
