@@ -18,6 +18,7 @@ toolkit.  A file is written under another name and renamed, so that two processe
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
@@ -30,7 +31,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 
 import numpy as np
 
@@ -75,8 +76,8 @@ class Resources:
 
     registers: int
     spill_bytes: int  # stores and loads of registers that had to go to memory
-    local_bytes: int  # arrays that did not stay in registers
-    stack_bytes: int  # with spills, and with what the grid barrier's library call needs
+    local_bytes: int  # local memory a thread: spills, and arrays that did not stay in registers
+    stack_bytes: int  # that, and what the grid barrier's library call needs
     static_shared_bytes: int  # sm_90 keeps 1024 bytes for itself
     instructions: dict[str, int]  # PTX opcode up to the second dot -> occurrences
 
@@ -116,13 +117,13 @@ def target_of(cc: str | tuple | None) -> Target:
 
 
 def _parse_cc(cc: object) -> tuple[int, int]:
-    if isinstance(cc, str):
-        match = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)a?", cc)
-        if match:
-            return int(match[1]), int(match[2])
-    elif isinstance(cc, tuple) and len(cc) in (2, 3) and all(isinstance(x, int) for x in cc[:2]):
-        return cc[0], cc[1]
-    raise ArgumentError("cc", 'a compute capability such as "12.0" or (12, 0)', repr(cc))
+    text = cc if isinstance(cc, str) else ""
+    if isinstance(cc, tuple) and len(cc) in (2, 3) and all(type(x) is int for x in cc[:2]):
+        text = ".".join(str(x) for x in cc[:2]) + "".join(str(x) for x in cc[2:])
+    match = re.fullmatch(r"(?:sm_)?(\d+)\.?(\d)a?", text)
+    if match is None:
+        raise ArgumentError("cc", 'a compute capability such as "12.0" or (12, 0)', repr(cc))
+    return int(match[1]), int(match[2])
 
 
 def compile_spec(
@@ -155,7 +156,7 @@ def _compile_now(
         if progress:
             progress(f"compiling {body.__name__} for {target.name}")
         kernels.append(
-            compile_body(body, contract.parameters(spec), target, launch_bounds=(step.threads, step.blocks_per_sm))
+            compile_body(body, contract.parameters(spec), target, launch_bounds=(step.threads, 1))
         )
     return tuple(kernels)
 
@@ -258,13 +259,11 @@ def _link(ptx: str, target: Target, *, needs_cudadevrt: bool) -> tuple[bytes, st
 def _resources(name: str, log: str, ptx: str) -> Resources:
     """Read the assembler's and the linker's reports, and count the PTX."""
     spills = re.search(
-        rf"Function properties for {name}\s[^\n]*\d+ bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill",
+        rf"Function properties for {name}\s[^\n]*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill",
         log,
     )
     usage = re.search(
-        rf"Function properties for '{name}':\s[^\n]*used (\d+) registers[^\n]*?(\d+) stack, (\d+) bytes smem"
-        r"[^\n]*?(\d+) bytes lmem",
-        log,
+        rf"Function properties for '{name}':\s[^\n]*used (\d+) registers[^\n]*?(\d+) stack, (\d+) bytes smem", log
     )
     if usage is None or spills is None:
         raise CompileError(f"{name}: the linker's report has no line for it:\n{log[-2000:]}")
@@ -272,11 +271,11 @@ def _resources(name: str, log: str, ptx: str) -> Resources:
     body = ptx[ptx.index(f".entry {name}") :]
     for opcode in re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z][a-z0-9_.]*[a-z0-9])[\s;]", body, re.M):
         counts[opcode] = counts.get(opcode, 0) + 1
-    registers, stack, shared, local = (int(x) for x in usage.groups())
+    registers, stack, shared = (int(x) for x in usage.groups())
     return Resources(
         registers=registers,
-        spill_bytes=int(spills[1]) + int(spills[2]),
-        local_bytes=local,
+        spill_bytes=int(spills[2]) + int(spills[3]),
+        local_bytes=int(spills[1]),
         stack_bytes=stack,
         static_shared_bytes=shared,
         instructions=dict(sorted(counts.items())),
@@ -339,22 +338,21 @@ def _cache_key(spec: VerifySpec, target: Target, debug: bool) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def describe_function(function: Callable | None, known: tuple[CodeType, ...] = ()) -> object:
-    """What a ``score_mod`` compiles to: bytecode, names, constants, and the values that it and its callees capture.
+def describe_function(function: Callable | None, known: tuple = ()) -> object:
+    """What a ``score_mod`` compiles to: bytecode, names, constants, and the values that it and its callees use.
 
-    ``known`` are the functions that led here: a recursive one is described once.
+    ``known`` are the code objects and modules that led here: what leads back to itself is described once.
     """
     if function is None:
         return None
     code = function.__code__
     if code in known:
         return known.index(code)
-    captured = dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
-    for name in _names_used(code):
-        if name in function.__globals__:
-            captured[name] = function.__globals__[name]
-    values = tuple((name, _describe_value(value, (*known, code))) for name, value in sorted(captured.items()))
-    return (_describe_code(code), values)
+    used = dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+    names = _names_used(code)
+    used |= {name: function.__globals__[name] for name in names if name in function.__globals__}
+    values = tuple((name, _describe_value(used[name], names, (*known, code))) for name in sorted(used))
+    return (_describe_code(code), function.__defaults__, values)
 
 
 def _describe_code(code: CodeType) -> tuple:
@@ -363,18 +361,25 @@ def _describe_code(code: CodeType) -> tuple:
 
 
 def _names_used(code: CodeType) -> set[str]:
+    """Globals and attributes that the code, or a function inside it, mentions."""
     inner = (c for c in code.co_consts if isinstance(c, CodeType))
     return set(code.co_names).union(*(_names_used(c) for c in inner))
 
 
-def _describe_value(value: object, known: tuple[CodeType, ...]) -> object:
+def _describe_value(value: object, names: set[str], known: tuple) -> object:
+    """A captured value; of a module, those attributes that the code mentions by name."""
     function = getattr(value, "py_func", value)  # of a numba dispatcher
     if isinstance(function, FunctionType):
         return describe_function(function, known)
+    if isinstance(value, ModuleType):
+        if value in known:
+            return known.index(value)
+        inside = sorted(name for name in names if hasattr(value, name))
+        return (value.__name__, [(n, _describe_value(getattr(value, n), names, (*known, value))) for n in inside])
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, value.tobytes())
-    if isinstance(value, ModuleType):
-        return value.__name__
+    if isinstance(value, (type, BuiltinFunctionType)):
+        return f"{value.__module__}.{value.__qualname__}"
     return repr(value)
 
 
@@ -382,27 +387,37 @@ def _write_cached(path: Path, kernels: tuple[CompiledKernel, ...]) -> None:
     record = []
     for kernel in kernels:
         entry = asdict(kernel)
-        entry["cubin"] = kernel.cubin.hex()
+        entry["cubin"] = base64.b64encode(kernel.cubin).decode()
         record.append(entry)
     text = json.dumps(record)
+    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
-    except OSError:
-        return  # a read-only home: the next process compiles again
+            temporary = file.name
+            file.write(f"{_checksum(text)}\n{text}")
+        os.replace(temporary, path)
+    except OSError:  # a full disk, a read-only home: the next process compiles again
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
 
 
 def _read_cached(path: Path) -> tuple[CompiledKernel, ...] | None:
+    """The kernels of a cache file; None if there is none, or if it is not what was written."""
     try:
-        record = json.loads(path.read_text())
-        kernels = []
-        for entry in record:
-            entry["cubin"] = bytes.fromhex(entry["cubin"])
-            entry["resources"] = Resources(**entry["resources"])
-            entry["parameters"] = tuple(Parameter(**p) for p in entry["parameters"])
-            kernels.append(CompiledKernel(**entry))
-        return tuple(kernels)
-    except (OSError, ValueError, TypeError, KeyError):
-        return None  # absent, or damaged: compile and write it again
+        checksum, text = path.read_text().split("\n", 1)
+    except (OSError, ValueError):
+        return None
+    if checksum != _checksum(text):
+        return None
+    kernels = []
+    for entry in json.loads(text):
+        entry["cubin"] = base64.b64decode(entry["cubin"])
+        entry["resources"] = Resources(**entry["resources"])
+        entry["parameters"] = tuple(Parameter(**p) for p in entry["parameters"])
+        kernels.append(CompiledKernel(**entry))
+    return tuple(kernels)
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -49,12 +49,20 @@ class Device:
 
     def __init__(self, ordinal: int | None):
         drv = driver()
-        call("cuInit", drv.cuInit(0))
+        try:
+            call("cuInit", drv.cuInit(0))
+        except DriverError:
+            raise
+        except Exception as error:  # of cuda.pathfinder, where there is no libcuda
+            raise DriverError(
+                f'no NVIDIA driver ({type(error).__name__}); VerifyPlan(spec, device="emulator") needs none, '
+                "`nbverify doctor` says what is missing"
+            ) from error
         count = call("cuDeviceGetCount", drv.cuDeviceGetCount())
         if ordinal is None:
             ordinal = self._current_ordinal()
-        if isinstance(ordinal, bool) or not isinstance(ordinal, int) or not 0 <= ordinal < count:
-            raise ArgumentError("device", f"an ordinal below {count}", repr(ordinal))
+        if ordinal >= count:
+            raise ArgumentError("device", f"an ordinal below {count}", ordinal)
         self.ordinal = ordinal
         self.handle = call("cuDeviceGet", drv.cuDeviceGet(ordinal))
         self.context = call("cuDevicePrimaryCtxRetain", drv.cuDevicePrimaryCtxRetain(self.handle))

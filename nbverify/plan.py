@@ -27,7 +27,7 @@ from nbverify.errors import ArgumentError, DeviceInputError
 from nbverify.findings import describe_findings
 from nbverify.kernels import geometry as geo
 from nbverify.kernels.geometry import SimtGeometry
-from nbverify.spec import Mask, VerifySpec
+from nbverify.spec import FLOAT32_MAX, Mask, VerifySpec
 
 WRITTEN = ("out", "lse")
 REBINDABLE = ("q", "k_cache", "v_cache", "out", "lse")
@@ -103,11 +103,11 @@ class VerifyPlan:
         self.spec, self.debug = spec, debug
         self.geometry = geo.simt_geometry(spec)
         backend: GpuBackend | EmulatorBackend
-        if device == "emulator":
+        if isinstance(device, str) and device == "emulator":
             backend = EmulatorBackend(Emulator(), spec, self.geometry, debug)
         elif isinstance(device, Emulator):
             backend = EmulatorBackend(device, spec, self.geometry, debug)
-        elif isinstance(device, str):
+        elif device is not None and (type(device) is not int or device < 0):
             raise ArgumentError("device", 'None, an ordinal, "emulator" or an Emulator', repr(device))
         else:
             backend = GpuBackend(device, spec, self.geometry, debug)
@@ -207,7 +207,7 @@ class VerifyPlan:
             "score_scale": spec.sm_scale * k_scale,
             "v_scale": v_scale,
         }
-        if abs(scalars["score_scale"]) > np.finfo(np.float32).max:
+        if abs(scalars["score_scale"]) > FLOAT32_MAX:
             raise ArgumentError("k_scale", "sm_scale * k_scale within float32", k_scale)
         self._extents = {
             "num_tokens": dims["num_tokens"],
@@ -335,10 +335,10 @@ def _check_scales(spec: VerifySpec, k_scale: float, v_scale: float | None) -> tu
     for name, value in given.items():
         if value is None and name == "v_scale":
             continue
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        if type(value) is bool or not issubclass(type(value), numbers.Real):
             raise ArgumentError(name, "a number on the host", type(value).__name__)
-        if not 0 < float(value) <= np.finfo(np.float32).max:
-            raise ArgumentError(name, "a finite number > 0", value)
+        if not 0 < value <= FLOAT32_MAX:
+            raise ArgumentError(name, f"a number > 0, up to {FLOAT32_MAX:.8g}", value)
     if v_scale is None:
         v_scale = k_scale if spec.shared_kv else 1.0
     if spec.shared_kv and v_scale != k_scale:
@@ -404,13 +404,12 @@ def _check_mask_size(plan: VerifyPlan, infos: dict[str, ArrayInfo]) -> None:
     read = plan._backend.read_index
     prefix = np.diff(read(infos["kv_indptr"]))
     nodes = np.diff(read(infos["qo_indptr"]))
-    rows = {
+    row = {
         Mask.FULL: prefix.clip(0) + nodes,
         Mask.TREE: nodes,
         Mask.PACKED: -(-nodes // 32),
     }[plan.spec.mask]
-    ends = read(infos["mask_indptr"])[:-1] + nodes.clip(0) * rows
-    need = int(ends.max()) if ends.size else 0
+    need = int((nodes.clip(0) * row).sum())
     have = infos["custom_mask"].shape[0]
     if have != need:
         raise ArgumentError(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from types import FunctionType
 
 from nbverify.errors import ArgumentError
 
 MAX_HEAD_DIM = 576
 HEAD_DIM_STEP = 16  # one 32-byte sector of 16-bit elements, and the k of one tensor-core product
 INT32_MAX = 2**31 - 1
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
 DTYPES = ("bfloat16", "float16")
 KV_DTYPE_FP8 = "float8_e4m3fn"
@@ -207,8 +208,8 @@ class VerifySpec:
             )
         if isinstance(self.sm_scale, bool) or not isinstance(self.sm_scale, (int, float)):
             raise ArgumentError("sm_scale", "a float", repr(self.sm_scale))
-        if not math.isfinite(self.sm_scale):
-            raise ArgumentError("sm_scale", "a finite number", self.sm_scale)
+        if not abs(self.sm_scale) <= FLOAT32_MAX:  # NaN too
+            raise ArgumentError("sm_scale", "a finite float32", self.sm_scale)
         _check_choice("dtype", self.dtype, DTYPES)
         if self.kv_dtype is None:
             object.__setattr__(self, "kv_dtype", self.dtype)
@@ -226,14 +227,13 @@ class VerifySpec:
         _check_choice("split", self.split, SPLITS)
         _check_choice("reduction", self.reduction, REDUCTIONS)
         _check_choice("kernel", self.kernel, KERNELS)
-        if self.score_mod is not None and not hasattr(self.score_mod, "__code__"):
-            raise ArgumentError(
-                "score_mod", "a plain Python function (score, request, head, node, key)", repr(self.score_mod)
-            )
-        if self.score_mod is not None and self.score_mod.__code__.co_argcount != 5:
-            raise ArgumentError(
-                "score_mod", "5 parameters (score, request, head, node, key)", self.score_mod.__code__.co_argcount
-            )
+        if self.score_mod is not None:
+            expected = "a plain Python function of 5 parameters (score, request, head, node, key)"
+            if not isinstance(self.score_mod, FunctionType):
+                raise ArgumentError("score_mod", expected, repr(self.score_mod))
+            code = self.score_mod.__code__
+            if code.co_argcount != 5 or code.co_kwonlyargcount:
+                raise ArgumentError("score_mod", expected, f"one of {code.co_argcount + code.co_kwonlyargcount}")
 
     @property
     def group(self) -> int:
@@ -272,5 +272,5 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ArgumentError(name, f"one of {choices}", repr(value))

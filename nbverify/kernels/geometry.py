@@ -19,12 +19,6 @@ SIMT_WARPS = 4
 SIMT_ROWS_PER_WARP = 4
 SIMT_KEYS_PER_TILE = WARP
 
-# Where shared memory leaves room for it, three blocks an SM (168 registers a thread, no spills) hide latency better
-# than two (the compiler takes 213 if it may); at four it spills.
-SIMT_MAX_RESIDENT = 3
-SMALLEST_SHARED_PER_SM = 102_400  # of sm_86, sm_89 and sm_120
-RESERVED_SHARED_PER_BLOCK = 1_024  # that the system takes
-
 CHECK_THREADS = 256  # the input checks of debug=True: one block
 
 # split="fixed": a chunk shorter than 8 tiles costs more in partials (written and read once, float32) than its keys.
@@ -116,7 +110,6 @@ class Step:
     body: str  # name of the body
     threads: int
     shared_bytes: int  # dynamic
-    blocks_per_sm: int  # that the compiler leaves registers for
     one_block: bool  # else the plan's grid
 
 
@@ -124,16 +117,13 @@ def steps(spec: VerifySpec, geometry: SimtGeometry, *, debug: bool) -> tuple[Ste
     """The kernels of a launch, in order; ``kernels.bodies.make_bodies`` makes their bodies in the same order."""
     walk = geometry.shared_bytes(spec.max_requests)
     merge = geometry.merge_shared_bytes(spec.max_requests)
-    # From the tiles alone: the work table's size is no part of the compile key.
-    per_block = 4 * geometry.table_offset + RESERVED_SHARED_PER_BLOCK
-    resident = max(1, min(SIMT_MAX_RESIDENT, SMALLEST_SHARED_PER_SM // per_block))
-    check = (Step("check", CHECK_THREADS, 0, 1, one_block=True),) if debug else ()
+    check = (Step("check", CHECK_THREADS, 0, one_block=True),) if debug else ()
     if spec.reduction == "grid_sync":
-        return (*check, Step("verify", geometry.threads, walk, resident, one_block=False))
+        return (*check, Step("verify", geometry.threads, walk, one_block=False))
     return (
         *check,
-        Step("verify_split", geometry.threads, walk, resident, one_block=False),
-        Step("verify_merge", geometry.threads, merge, resident, one_block=False),
+        Step("verify_split", geometry.threads, walk, one_block=False),
+        Step("verify_merge", geometry.threads, merge, one_block=False),
     )
 
 

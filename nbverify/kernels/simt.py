@@ -214,14 +214,22 @@ def make_split_phase(spec, geometry, schedule):
                 add_values(v_tile, p_rows, o_rows, factors)
             cuda.syncthreads()  # nobody reads this tile any more: the next copy, or the next segment, may overwrite it
 
+        # The loop below is too long to be unrolled, and an array that is indexed at run time lives in local memory: the
+        # states pass through shared memory, where this warp's weights are no longer needed.
         for r in range(rows_per_warp):
+            if lane == 0:
+                p_rows[r * keys_per_tile] = maxima[r]
+                p_rows[r * keys_per_tile + 1] = sums[r]
+        cuda.syncwarp()
+        for r in range(rows_per_warp):
+            maximum, total = p_rows[r * keys_per_tile], p_rows[r * keys_per_tile + 1]
             if warp_row + r < rows_here:
                 o_row = o_rows[r * head_dim_v : (r + 1) * head_dim_v]
                 if segment.direct:
-                    write_row(args, request, kv_head, first_row + warp_row + r, o_row, maxima[r], sums[r])
+                    write_row(args, request, kv_head, first_row + warp_row + r, o_row, maximum, total)
                 else:
                     slot_row = segment.slot * rows_per_tile + warp_row + r
-                    write_partial(args, slot_row, o_row, maxima[r], sums[r])
+                    write_partial(args, slot_row, o_row, maximum, total)
 
     @cuda.jit(device=True)
     def split_phase(args, table):

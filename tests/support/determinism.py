@@ -34,7 +34,7 @@ def test_grid_sync_equals_two_launch(dev, split):
     batch = ragged(dev, replace(BASE, split=split))
     twin = replace(batch, spec=replace(batch.spec, reduction="two_launch"))
     grid = common_grid(dev, [batch.spec, twin.spec])
-    for blocks in {1, 3, grid}:
+    for blocks in (1, 3, grid) if dev.is_gpu else (3,):
         result = run(dev, batch, max_blocks=blocks)
         assert run(dev, twin, max_blocks=blocks).bits == result.bits
     assert_close(batch, result.out, result.lse)
