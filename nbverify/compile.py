@@ -155,9 +155,7 @@ def _compile_now(
     for body, step in zip(bodies, steps(spec, geometry, debug=debug), strict=True):
         if progress:
             progress(f"compiling {body.__name__} for {target.name}")
-        kernels.append(
-            compile_body(body, contract.parameters(spec), target, launch_bounds=(step.threads, 1))
-        )
+        kernels.append(compile_body(body, contract.parameters(spec), target, launch_bounds=(step.threads, 1)))
     return tuple(kernels)
 
 
@@ -341,17 +339,15 @@ def _cache_key(spec: VerifySpec, target: Target, debug: bool) -> str:
 def describe_function(function: Callable | None, known: tuple = ()) -> object:
     """What a ``score_mod`` compiles to: bytecode, names, constants, and the values that it and its callees use.
 
-    ``known`` are the code objects and modules that led here: what leads back to itself is described once.
+    ``known`` are the functions and modules that led here: what leads back to itself is described once.
     """
     if function is None:
         return None
     code = function.__code__
-    if code in known:
-        return known.index(code)
     used = dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
     names = _names_used(code)
     used |= {name: function.__globals__[name] for name in names if name in function.__globals__}
-    values = tuple((name, _describe_value(used[name], names, (*known, code))) for name in sorted(used))
+    values = tuple((name, _describe_value(used[name], names, (*known, function))) for name in sorted(used))
     return (_describe_code(code), function.__defaults__, values)
 
 
@@ -369,11 +365,12 @@ def _names_used(code: CodeType) -> set[str]:
 def _describe_value(value: object, names: set[str], known: tuple) -> object:
     """A captured value; of a module, those attributes that the code mentions by name."""
     function = getattr(value, "py_func", value)  # of a numba dispatcher
+    for i, one in enumerate(known):
+        if function is one:
+            return i
     if isinstance(function, FunctionType):
         return describe_function(function, known)
     if isinstance(value, ModuleType):
-        if value in known:
-            return known.index(value)
         inside = sorted(name for name in names if hasattr(value, name))
         return (value.__name__, [(n, _describe_value(getattr(value, n), names, (*known, value))) for n in inside])
     if isinstance(value, np.ndarray):

@@ -12,6 +12,7 @@ from nbverify.errors import ArgumentError
 from nbverify.spec import VerifySpec
 
 WARP = 32
+FULL_WARP = 0xFFFFFFFF  # all lanes, as the mask of a warp operation
 
 # The plain kernel.  A lane owns one key of a tile (so a row's softmax is five shuffles) and a warp owns four rows
 # (so that a key word read from shared memory serves four rows: below four the loads bind, above it the registers do).
@@ -38,6 +39,7 @@ class SimtGeometry:
         k_tile   [keys, Wqk + 1]       one word of padding: lanes read one row each, an odd stride has no bank conflict
         v_tile   [keys, Wv]            separate V only; MLA reads V out of k_tile
         weights  [rows, keys]          float32, P of this tile
+        states   [rows, 2]             float32, (m, l) of a finished row
         o_tile   [rows, head_dim_v]    float32 accumulators, even columns then odd ones
         table    [2, max_requests + 1] int64, see kernels/schedule.py
     """
@@ -54,6 +56,7 @@ class SimtGeometry:
     v_offset: int
     v_stride: int
     weights_offset: int
+    states_offset: int
     o_offset: int
     table_offset: int
 
@@ -64,11 +67,11 @@ class SimtGeometry:
 
     def shared_bytes(self, max_requests: int) -> int:
         """Dynamic shared memory of a block that walks keys."""
-        return 4 * self.table_offset + self.merge_shared_bytes(max_requests)
+        return 4 * self.table_offset + self.table_bytes(max_requests)
 
     @staticmethod
-    def merge_shared_bytes(max_requests: int) -> int:
-        """Dynamic shared memory of a block that only merges: the work table."""
+    def table_bytes(max_requests: int) -> int:
+        """The work table: all the shared memory of a block that only merges."""
         return 2 * 8 * (max_requests + 1)
 
 
@@ -83,7 +86,8 @@ def simt_geometry(spec: VerifySpec) -> SimtGeometry:
     v_offset = k_offset if spec.shared_kv else k_offset + keys * k_stride
     v_stride = k_stride if spec.shared_kv else v_words
     weights_offset = v_offset + keys * v_stride
-    o_offset = weights_offset + rows * keys
+    states_offset = weights_offset + rows * keys
+    o_offset = states_offset + rows * 2
     table_offset = _round_up(o_offset + rows * spec.head_dim_v, 4)
     return SimtGeometry(
         rows_per_tile=rows,
@@ -98,6 +102,7 @@ def simt_geometry(spec: VerifySpec) -> SimtGeometry:
         v_offset=v_offset,
         v_stride=v_stride,
         weights_offset=weights_offset,
+        states_offset=states_offset,
         o_offset=o_offset,
         table_offset=table_offset,
     )
@@ -116,7 +121,7 @@ class Step:
 def steps(spec: VerifySpec, geometry: SimtGeometry, *, debug: bool) -> tuple[Step, ...]:
     """The kernels of a launch, in order; ``kernels.bodies.make_bodies`` makes their bodies in the same order."""
     walk = geometry.shared_bytes(spec.max_requests)
-    merge = geometry.merge_shared_bytes(spec.max_requests)
+    merge = geometry.table_bytes(spec.max_requests)
     check = (Step("check", CHECK_THREADS, 0, one_block=True),) if debug else ()
     if spec.reduction == "grid_sync":
         return (*check, Step("verify", geometry.threads, walk, one_block=False))
@@ -131,7 +136,7 @@ def check_shared_memory(spec: VerifySpec, geometry: SimtGeometry, limit_bytes: i
     """Refuse, with both numbers, a spec whose tile and work table do not fit a block's shared memory."""
     need = geometry.shared_bytes(spec.max_requests)
     if need > limit_bytes:
-        table = geometry.merge_shared_bytes(spec.max_requests)
+        table = geometry.table_bytes(spec.max_requests)
         raise ArgumentError(
             "spec",
             f"at most {limit_bytes} bytes of shared memory a block",

@@ -1,6 +1,7 @@
 """How work is split: the one place to edit for another split policy.
 
-    row unit   (request, KV head, tile of query rows).  Its rows are (node, head in group) pairs, node major.
+    head row   one of the n * group query rows that read a KV head of a request: (node, head in group), node major.
+    row unit   (request, KV head, tile of head rows), the KV head varying fastest.
     item       the quantum of work of a row unit: one tile of keys (balanced) or one chunk of tiles (fixed).
     line       all items of all row units, request after request, unit after unit.  Block k of a grid of G takes the
                items [k * I / G, (k + 1) * I / G) of the I items: no block has more than one item above the average.
@@ -12,9 +13,9 @@
 Bits: a partial state depends on where its unit was cut.  With balanced the cuts depend on the whole batch and the
 grid; with fixed they depend on the request's own c and n (and the spec), so its bits do too, and on nothing else.
 
-Slots of partial states
+Numbers of partial states, which are their places in the workspace
     balanced   block + unit.  Along the line every further segment has a larger block or a larger unit, so no two
-               segments share a slot and there are fewer than G + units of them.
+               segments share a number and there are fewer than G + units of them.
     fixed      the item's position on the line.
 
 The work table in shared memory: ``table[0, b]`` items and ``table[1, b]`` units before request b, for b in [0, B].
@@ -30,10 +31,8 @@ from typing import NamedTuple
 
 from numba import cuda, int64, uint32
 
-from nbverify.kernels.geometry import MIN_CHUNK_TILES, WARP
+from nbverify.kernels.geometry import FULL_WARP, MIN_CHUNK_TILES, WARP
 from nbverify.kernels.indices import index_count, load_index
-
-FULL_WARP = 0xFFFFFFFF
 
 
 class Request(NamedTuple):
@@ -50,21 +49,23 @@ class Request(NamedTuple):
 class Segment(NamedTuple):
     """A row unit x a range of key tiles."""
 
-    request: int
-    unit: int  # within the request
+    request: Request
+    kv_head: int
+    first_row: int  # head row of the unit's first row
     first_tile: int
     end_tile: int
     direct: bool
-    slot: int  # of the partial state, unless direct
+    state: int  # number of the partial state, unless direct
     next_position: int  # on the line
 
 
-class UnitPartials(NamedTuple):
-    """Where the partial states of a row unit lie; one means that it was written directly."""
+class UnitStates(NamedTuple):
+    """The partial states of a row unit; one means that it was written directly."""
 
-    request: int
-    unit: int
-    first_slot: int
+    request: int  # its number
+    kv_head: int
+    first_row: int
+    first_state: int
     num_states: int
 
 
@@ -129,10 +130,10 @@ def upper_request(starts, num_requests, position):
 class Schedule(NamedTuple):
     """The device functions of a split policy."""
 
-    prepare: object
-    segment_at: object
-    num_active_blocks: object
-    unit_partials: object
+    prepare: object  # prepare(args, table): all threads of a block fill the work table
+    share: object  # share(args, table) -> (position, end) of this block on the line; empty for an idle block
+    segment_at: object  # segment_at(args, table, position, end) -> Segment
+    unit_states: object  # unit_states(args, table, unit) -> UnitStates, for a unit of the whole batch
 
 
 def make_schedule(spec, geometry):
@@ -143,17 +144,18 @@ def make_schedule(spec, geometry):
     is_fixed = spec.split == "fixed"
 
     @cuda.jit(device=True)
-    def num_units(num_nodes):
-        return num_kv_heads * ((num_nodes * group + rows_per_tile - 1) // rows_per_tile)
+    def num_units(request):
+        return num_kv_heads * ((request.num_nodes * group + rows_per_tile - 1) // rows_per_tile)
 
     @cuda.jit(device=True)
-    def num_tiles(num_keys):
+    def num_tiles(request):
         # A padding row has no key, but one tile: somebody must write its zeros.
-        return max(int64(1), (num_keys + keys_per_tile - 1) // keys_per_tile)
+        return max(int64(1), (request.num_keys + keys_per_tile - 1) // keys_per_tile)
 
     @cuda.jit(device=True)
-    def items_per_unit(num_keys, max_splits):
-        tiles = num_tiles(num_keys)
+    def items_per_unit(request, max_splits):
+        """The same for all units of a request: ``unit_states`` relies on it."""
+        tiles = num_tiles(request)
         if is_fixed:
             chunk = chunk_tiles_of(tiles, max_splits)
             return (tiles + chunk - 1) // chunk
@@ -170,8 +172,8 @@ def make_schedule(spec, geometry):
             units[0] = 0
         for b in range(thread, num_requests, threads):
             request = load_request(args, b)
-            units[b + 1] = num_units(request.num_nodes)
-            items[b + 1] = units[b + 1] * items_per_unit(request.num_keys, args.max_splits)
+            units[b + 1] = num_units(request)
+            items[b + 1] = units[b + 1] * items_per_unit(request, args.max_splits)
         cuda.syncthreads()  # publishes the counts to the scanning warp
         if thread < WARP:
             inclusive_scan(items, num_requests, thread)
@@ -184,48 +186,57 @@ def make_schedule(spec, geometry):
         return min(int64(cuda.gridDim.x), table[args.num_requests])
 
     @cuda.jit(device=True)
+    def share(args, table):
+        block, blocks, num_items = int64(cuda.blockIdx.x), num_active_blocks(args, table), table[args.num_requests]
+        if block >= blocks:
+            return int64(0), int64(0)
+        return block_begin(num_items, blocks, block), block_begin(num_items, blocks, block + 1)
+
+    @cuda.jit(device=True)
     def segment_at(args, table, position, end):
         """The segment that starts at ``position`` of the line, for a block whose share ends at ``end``."""
         num_requests = args.num_requests
         items, units = table[: num_requests + 1], table[num_requests + 1 :]
         b = upper_request(items, num_requests, position)
         request = load_request(args, b)
-        tiles = num_tiles(request.num_keys)
-        per_unit = items_per_unit(request.num_keys, args.max_splits)
+        tiles = num_tiles(request)
+        per_unit = items_per_unit(request, args.max_splits)
         unit = (position - items[b]) // per_unit
         item = (position - items[b]) - unit * per_unit
         if is_fixed:
             chunk = chunk_tiles_of(tiles, args.max_splits)
             first_tile = item * chunk
             end_tile = min(tiles, first_tile + chunk)
-            slot = position
+            state = position
             next_position = position + 1
         else:
             first_tile = item
             end_tile = min(tiles, item + (end - position))
-            slot = cuda.blockIdx.x + units[b] + unit
+            state = cuda.blockIdx.x + units[b] + unit
             next_position = position + (end_tile - first_tile)
         direct = end_tile - first_tile == tiles
-        return Segment(b, unit, first_tile, end_tile, direct, slot, next_position)
+        kv_head, first_row = unit % num_kv_heads, unit // num_kv_heads * rows_per_tile
+        return Segment(request, kv_head, first_row, first_tile, end_tile, direct, state, next_position)
 
     @cuda.jit(device=True)
-    def unit_partials(args, table, unit_index):
-        """Slots of the row unit with this index among all units of the batch, in the order of its keys."""
+    def unit_states(args, table, unit_index):
+        """The states of the row unit with this index among all units of the batch, in the order of its keys."""
         num_requests = args.num_requests
         items, units = table[: num_requests + 1], table[num_requests + 1 :]
         b = upper_request(units, num_requests, unit_index)
         unit = unit_index - units[b]
+        kv_head, first_row = unit % num_kv_heads, unit // num_kv_heads * rows_per_tile
         # Units of one request have equally many items: no lengths are read here.
         per_unit = (items[b + 1] - items[b]) // (units[b + 1] - units[b])
         first_item = items[b] + unit * per_unit
         if is_fixed:
-            return UnitPartials(b, unit, first_item, per_unit)
+            return UnitStates(b, kv_head, first_row, first_item, per_unit)
         blocks = num_active_blocks(args, table)
         first_block = block_of(items[num_requests], blocks, first_item)
         last_block = block_of(items[num_requests], blocks, first_item + per_unit - 1)
-        return UnitPartials(b, unit, first_block + unit_index, last_block - first_block + 1)
+        return UnitStates(b, kv_head, first_row, first_block + unit_index, last_block - first_block + 1)
 
-    return Schedule(prepare, segment_at, num_active_blocks, unit_partials)
+    return Schedule(prepare, share, segment_at, unit_states)
 
 
 @cuda.jit(device=True)

@@ -13,7 +13,7 @@ Arguments  one named tuple, ``args``; contract.py is its table (shapes, dtypes, 
 Launch     grid = co-resident blocks, fixed when the plan is made; 128 threads; shared memory: kernels/geometry.py.
 Work       kernels/schedule.py: blocks share the key tiles (or chunks) of all row units; 16 rows x 32 keys at a time.
 Owners     a warp owns 4 rows, in scores, softmax and output alike; a lane owns one key of the tile in the score stage
-           and column pairs in the value stage.  So only tiles cross warps, and two barriers a tile are enough.
+           and column pairs in the value stage.  So only queries and tiles cross warps: two barriers a tile are enough.
 Traffic    each row unit reads its keys once: heads of one group share them (MLA: all heads), row tiles do not.
 Numerics   products and sums in float32, P kept in float32; states as in kernels/softmax.py.  A key hidden from a row
            (by the mask, or by a score_mod that returns -inf) takes no part in it, whatever K and V hold there: its
@@ -29,13 +29,14 @@ The two phases are joined by ``reduce/``: in one cooperative launch with a grid-
 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32
+from numba.cuda import libdevice
 
 from nbverify.kernels.formats import make_narrow, make_widen
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.indices import load_index
 from nbverify.kernels.kv_tiles import make_copy_tile
 from nbverify.kernels.masking import make_visible
-from nbverify.kernels.schedule import block_begin, load_request, make_schedule
+from nbverify.kernels.schedule import make_schedule
 from nbverify.kernels.softmax import (
     LOG2_E,
     NEG_INF,
@@ -58,7 +59,7 @@ def make_bodies(spec, geometry):
     split_phase = make_split_phase(spec, geometry, schedule)
     merge_phase = make_merge_phase(spec, geometry, schedule)
     join = grid_sync if spec.reduction == "grid_sync" else two_launch
-    return join.make_bodies(schedule.prepare, split_phase, merge_phase, geometry.table_offset)
+    return join.make_bodies(schedule.prepare, split_phase, merge_phase, geometry.table_offset // 2)
 
 
 def make_split_phase(spec, geometry, schedule):
@@ -68,10 +69,11 @@ def make_split_phase(spec, geometry, schedule):
     qk_words, v_words, head_dim_v = geometry.qk_words, geometry.v_words, spec.head_dim_v
     k_stride, v_stride = geometry.k_stride, geometry.v_stride
     q_begin, k_begin, v_begin = geometry.q_offset, geometry.k_offset, geometry.v_offset
-    weights_begin, o_begin, o_end = geometry.weights_offset, geometry.o_offset, geometry.table_offset
-    group, num_kv_heads = spec.group, spec.num_kv_heads
+    weights_begin, states_begin, o_begin = geometry.weights_offset, geometry.states_offset, geometry.o_offset
+    k_end, v_end = k_begin + keys_per_tile * k_stride, v_begin + keys_per_tile * v_stride
+    group = spec.group
     reads_mask = spec.mask.reads_buffer
-    segment_at, num_active_blocks = schedule.segment_at, schedule.num_active_blocks
+    share, segment_at = schedule.share, schedule.segment_at
 
     widen, narrow = make_widen(spec.dtype), make_narrow(spec.dtype)
     copy_tile = make_copy_tile(spec, geometry)
@@ -79,10 +81,10 @@ def make_split_phase(spec, geometry, schedule):
     change_score = _make_change_score(spec.score_mod)
 
     @cuda.jit(device=True)
-    def copy_queries(args, request, kv_head, first_row, num_rows, q_tile):
+    def copy_queries(args, request, kv_head, first_row, rows_here, q_tile):
         """Rows of the unit to shared memory, as 32-bit words.  Rows past the end are left as they are."""
         words = args.q.view(np.uint32)
-        for i in range(cuda.threadIdx.x, num_rows * qk_words, threads):
+        for i in range(cuda.threadIdx.x, rows_here * qk_words, threads):
             row, word = i // qk_words, i % qk_words
             node, head = (first_row + row) // group, kv_head * group + (first_row + row) % group
             source = (request.token_start + node) * args.q_stride_token + head * args.q_stride_head
@@ -105,14 +107,15 @@ def make_split_phase(spec, geometry, schedule):
             word += 1
 
     @cuda.jit(device=True)
-    def mask_and_modify(args, request, kv_head, mask_start, row, num_rows, key, score):
+    def mask_and_modify(args, request, kv_head, mask_start, head_row, key, score):
         """The score as the softmax takes it: times log2(e), or -inf where the row does not see the key."""
-        if row >= num_rows or key >= request.num_keys:
+        if head_row >= request.num_nodes * group or key >= request.num_keys:
             return NEG_INF
-        node, head = row // group, kv_head * group + row % group
+        node, head = head_row // group, kv_head * group + head_row % group
         if not visible(args, mask_start, request, node, key):
             return NEG_INF
-        return change_score(score * args.score_scale, request.number, head, node, key) * LOG2_E
+        scaled = libdevice.fmul_rn(score, args.score_scale)
+        return libdevice.fmul_rn(change_score(scaled, request.number, head, node, key), LOG2_E)
 
     @cuda.jit(device=True)
     def add_values(v_tile, p_rows, o_rows, factors):
@@ -139,10 +142,10 @@ def make_split_phase(spec, geometry, schedule):
             word += WARP
 
     @cuda.jit(device=True)
-    def write_row(args, request, kv_head, unit_row, o_row, maximum, total):
+    def write_row(args, request, kv_head, head_row, o_row, maximum, total):
         """The result of a row whose keys were all seen here.  One warp."""
         lane = cuda.threadIdx.x % WARP
-        token, head = request.token_start + unit_row // group, kv_head * group + unit_row % group
+        token, head = request.token_start + head_row // group, kv_head * group + head_row % group
         out = args.out.view(np.uint32)
         target = (token * args.out_stride_token + head * args.out_stride_head) // 2
         for word in range(lane, v_words, WARP):
@@ -153,30 +156,26 @@ def make_split_phase(spec, geometry, schedule):
             args.lse[token * args.lse_stride_token + head] = log_sum_exp(maximum, total)
 
     @cuda.jit(device=True)
-    def write_partial(args, slot_row, o_row, maximum, total):
+    def write_partial(args, state_row, o_row, maximum, total):
         """The state of a row that other blocks share.  One warp.  Columns in order, float32."""
         lane = cuda.threadIdx.x % WARP
         for word in range(lane, v_words, WARP):
-            args.partial_o[slot_row * head_dim_v + 2 * word] = o_row[word]
-            args.partial_o[slot_row * head_dim_v + 2 * word + 1] = o_row[v_words + word]
+            args.partial_o[state_row * head_dim_v + 2 * word] = o_row[word]
+            args.partial_o[state_row * head_dim_v + 2 * word + 1] = o_row[v_words + word]
         if lane == 0:
-            args.partial_ml[2 * slot_row] = maximum
-            args.partial_ml[2 * slot_row + 1] = total
+            args.partial_ml[2 * state_row] = maximum
+            args.partial_ml[2 * state_row + 1] = total
 
     @cuda.jit(device=True)
-    def run_segment(args, segment, q_tile, k_tile, v_tile, q_rows, p_rows, o_rows):
+    def run_segment(args, segment, q_tile, k_tile, v_tile, q_rows, p_rows, states, o_rows):
         """One row unit x one range of key tiles.  All threads of the block call it."""
-        lane, warp = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP
-        request = load_request(args, segment.request)
-        kv_head = segment.unit % num_kv_heads
-        first_row = segment.unit // num_kv_heads * rows_per_tile
-        num_rows = request.num_nodes * group  # of the request's head group; this unit has those from first_row on
-        rows_here = min(int64(rows_per_tile), num_rows - first_row)
+        lane, warp_row = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP * rows_per_warp
+        request, kv_head, first_row = segment.request, segment.kv_head, segment.first_row
+        rows_here = min(int64(rows_per_tile), request.num_nodes * group - first_row)
         mask_start = int64(0)
         if reads_mask:
-            mask_start = load_index(args.mask_indptr, args.mask_indptr_words, segment.request)
+            mask_start = load_index(args.mask_indptr, args.mask_indptr_words, request.number)
 
-        warp_row = warp * rows_per_warp
         maxima, sums = cuda.local.array(rows_per_warp, float32), cuda.local.array(rows_per_warp, float32)
         scores, factors = cuda.local.array(rows_per_warp, float32), cuda.local.array(rows_per_warp, float32)
         for r in range(rows_per_warp):
@@ -194,16 +193,8 @@ def make_split_phase(spec, geometry, schedule):
             if warp_row < rows_here:
                 dot_products(q_rows, k_tile, scores)
                 for r in range(rows_per_warp):
-                    score = mask_and_modify(
-                        args,
-                        request,
-                        kv_head,
-                        mask_start,
-                        first_row + warp_row + r,
-                        num_rows,
-                        first_key + lane,
-                        scores[r],
-                    )
+                    head_row, key = first_row + warp_row + r, first_key + lane
+                    score = mask_and_modify(args, request, kv_head, mask_start, head_row, key, scores[r])
                     maximum = max(maxima[r], warp_max(score))
                     p = weight(score, maximum)
                     factors[r] = weight(maxima[r], maximum)
@@ -212,44 +203,43 @@ def make_split_phase(spec, geometry, schedule):
                     p_rows[r * keys_per_tile + lane] = HIDDEN if score == NEG_INF else p
                 cuda.syncwarp()  # publishes the weights to the warp that owns these rows
                 add_values(v_tile, p_rows, o_rows, factors)
-            cuda.syncthreads()  # nobody reads this tile any more: the next copy, or the next segment, may overwrite it
+            # Nobody reads this tile and these weights any more, nor, after the last tile, the queries: the next copy,
+            # of this segment or the next one, may overwrite them.
+            cuda.syncthreads()
 
-        # The loop below is too long to be unrolled, and an array that is indexed at run time lives in local memory: the
-        # states pass through shared memory, where this warp's weights are no longer needed.
+        # The loop below is too long to be unrolled, and an array that is indexed at run time lives in local memory:
+        # the states pass through shared memory.
         for r in range(rows_per_warp):
             if lane == 0:
-                p_rows[r * keys_per_tile] = maxima[r]
-                p_rows[r * keys_per_tile + 1] = sums[r]
-        cuda.syncwarp()
+                states[2 * r] = maxima[r]
+                states[2 * r + 1] = sums[r]
+        cuda.syncwarp()  # publishes the states to the warp
         for r in range(rows_per_warp):
-            maximum, total = p_rows[r * keys_per_tile], p_rows[r * keys_per_tile + 1]
             if warp_row + r < rows_here:
                 o_row = o_rows[r * head_dim_v : (r + 1) * head_dim_v]
                 if segment.direct:
-                    write_row(args, request, kv_head, first_row + warp_row + r, o_row, maximum, total)
+                    write_row(args, request, kv_head, first_row + warp_row + r, o_row, states[2 * r], states[2 * r + 1])
                 else:
-                    slot_row = segment.slot * rows_per_tile + warp_row + r
-                    write_partial(args, slot_row, o_row, maximum, total)
+                    state_row = segment.state * rows_per_tile + warp_row + r
+                    write_partial(args, state_row, o_row, states[2 * r], states[2 * r + 1])
+        cuda.syncwarp()  # the states have been read: the next segment may overwrite them
 
     @cuda.jit(device=True)
     def split_phase(args, table):
         words, floats = cuda.shared.array(0, uint32, 16), cuda.shared.array(0, float32, 16)
-        q_tile, k_tile, v_tile = words[q_begin:k_begin], words[k_begin:weights_begin], words[v_begin:weights_begin]
+        q_tile, k_tile, v_tile = words[q_begin:k_begin], words[k_begin:k_end], words[v_begin:v_end]
         # The rows that this warp owns.
-        warp_row = cuda.threadIdx.x // WARP * rows_per_warp
-        q_rows = q_tile[warp_row * qk_words :]
-        p_rows = floats[weights_begin + warp_row * keys_per_tile : o_begin]
-        o_rows = floats[o_begin + warp_row * head_dim_v : o_end]
+        first, end = cuda.threadIdx.x // WARP * rows_per_warp, (cuda.threadIdx.x // WARP + 1) * rows_per_warp
+        q_rows = q_tile[first * qk_words : end * qk_words]
+        p_rows = floats[weights_begin + first * keys_per_tile : weights_begin + end * keys_per_tile]
+        states = floats[states_begin + first * 2 : states_begin + end * 2]
+        o_rows = floats[o_begin + first * head_dim_v : o_begin + end * head_dim_v]
 
-        blocks, num_items = num_active_blocks(args, table), table[args.num_requests]
-        block = int64(cuda.blockIdx.x)
-        if block < blocks:  # an idle block skips the work, not the grid's barrier
-            position = block_begin(num_items, blocks, block)
-            end = block_begin(num_items, blocks, block + 1)
-            while position < end:
-                segment = segment_at(args, table, position, end)
-                run_segment(args, segment, q_tile, k_tile, v_tile, q_rows, p_rows, o_rows)
-                position = segment.next_position
+        position, share_end = share(args, table)
+        while position < share_end:  # an idle block skips the work, not the grid's barrier
+            segment = segment_at(args, table, position, share_end)
+            run_segment(args, segment, q_tile, k_tile, v_tile, q_rows, p_rows, states, o_rows)
+            position = segment.next_position
 
     return split_phase
 

@@ -5,8 +5,8 @@ sum of 2^(s - m), and the unnormalised output.  Taking in a tile with maximum t:
 
     m' = max(m, t)     l' = l * 2^(m - m') + sum_j 2^(s_j - m')     o' = o * 2^(m - m') + sum_j 2^(s_j - m') V_j
 
--inf - -inf is NaN, so exponents are taken against ``reference(m')``: 0 while nothing was seen.  Then a hidden key and
-an empty state weigh exactly 0, with no finite stand-in for -inf.  NaN is dropped by max but not by the sum: a NaN
+-inf - -inf is NaN, so exponents are taken against ``exponent_base(m')``: 0 while nothing was seen.  Then a hidden key
+and an empty state weigh exactly 0, with no finite stand-in for -inf.  NaN is dropped by max but not by the sum: a NaN
 score leaves l = NaN, and so spoils its own row.
 
 Rounding is spelled out (fma, mul, add, sub as calls): left to the compiler, a product and a sum may be fused in one
@@ -18,11 +18,12 @@ import math
 from numba import cuda, float32, uint32
 from numba.cuda import libdevice
 
+from nbverify.kernels.geometry import FULL_WARP
+
 NEG_INF = float32(-math.inf)
 ZERO = float32(0.0)
 LOG2_E = float32(math.log2(math.e))
 LN_2 = float32(math.log(2.0))
-FULL_WARP = 0xFFFFFFFF
 
 
 @cuda.jit(device=True)
@@ -42,7 +43,7 @@ def warp_sum(value):
 
 
 @cuda.jit(device=True)
-def reference(maximum):
+def exponent_base(maximum):
     """What exponents are taken against: the maximum, or 0 while it is -inf."""
     if maximum == NEG_INF:
         return ZERO
@@ -51,8 +52,8 @@ def reference(maximum):
 
 @cuda.jit(device=True)
 def weight(score, maximum):
-    """2^(score - reference(maximum)): exactly 0 for -inf, exactly 1 for the maximum itself."""
-    return math.exp2(libdevice.fsub_rn(score, reference(maximum)))
+    """2^(score - exponent_base(maximum)): exactly 0 for -inf, exactly 1 for the maximum itself."""
+    return math.exp2(libdevice.fsub_rn(score, exponent_base(maximum)))
 
 
 @cuda.jit(device=True)

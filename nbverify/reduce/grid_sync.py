@@ -10,9 +10,8 @@ Every thread reaches the barrier exactly once whatever its work: idle blocks ski
 from numba import cuda, int64
 
 
-def make_bodies(prepare, split_phase, merge_phase, table_offset_words):
-    """One kernel body."""
-    table_offset = table_offset_words // 2  # the table is int64
+def make_bodies(prepare, split_phase, merge_phase, table_offset):
+    """One kernel body.  ``table_offset`` is where the work table starts, in int64."""
 
     def verify(args):
         table = cuda.shared.array(0, int64, 16)[table_offset:]

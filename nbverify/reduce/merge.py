@@ -9,7 +9,7 @@ For a row with states (m_s, l_s, o_s), s < S (kernels/softmax.py), in the order 
 
 Work      warps of the whole grid share (row unit, row, 64 columns) triples; a lane owns two columns.  Units that were
           written directly in phase 1 are skipped.
-Traffic   each partial output is read once, each (m, l) once per 64 columns.
+Traffic   each partial output is read once, each (m, l) twice per 64 columns.
 Numerics  float32; s runs in a fixed order, so that reruns, and both reductions, have the same bits.
 """
 
@@ -28,36 +28,36 @@ def make_merge_phase(spec, geometry, schedule):
     """``merge_phase(args, table)``: all threads of all blocks call it once, after every partial is written."""
     rows_per_tile, warps = geometry.rows_per_tile, geometry.warps
     head_dim_v, v_words = spec.head_dim_v, geometry.v_words
-    group, num_kv_heads = spec.group, spec.num_kv_heads
+    group = spec.group
     column_parts = (head_dim_v + COLUMNS_PER_WARP - 1) // COLUMNS_PER_WARP
     work_per_unit = rows_per_tile * column_parts
-    unit_partials = schedule.unit_partials
+    unit_states = schedule.unit_states
     narrow = make_narrow(spec.dtype)
 
     @cuda.jit(device=True)
-    def merge_row(args, partials, row, part):
+    def merge_row(args, states, row, part):
         """``row`` of a unit, 64 of its columns.  One warp."""
         lane = cuda.threadIdx.x % WARP
-        request = load_request(args, partials.request)
-        unit_row = partials.unit // num_kv_heads * rows_per_tile + row
-        if unit_row < request.num_nodes * group:
+        request = load_request(args, states.request)
+        head_row = states.first_row + row
+        if head_row < request.num_nodes * group:
             maximum = NEG_INF
-            for s in range(lane, partials.num_states, WARP):
-                maximum = max(maximum, args.partial_ml[2 * ((partials.first_slot + s) * rows_per_tile + row)])
+            for s in range(lane, states.num_states, WARP):
+                maximum = max(maximum, args.partial_ml[2 * ((states.first_state + s) * rows_per_tile + row)])
             maximum = warp_max(maximum)
 
             word = part * WARP + lane
             column = min(word, v_words - 1) * 2  # lanes past the last column read a valid one and write nothing
             total, even, odd = ZERO, ZERO, ZERO
-            for s in range(partials.num_states):
-                slot_row = (partials.first_slot + s) * rows_per_tile + row
-                w = weight(args.partial_ml[2 * slot_row], maximum)
-                total = cuda.fma(w, args.partial_ml[2 * slot_row + 1], total)
-                even = cuda.fma(w, args.partial_o[slot_row * head_dim_v + column], even)
-                odd = cuda.fma(w, args.partial_o[slot_row * head_dim_v + column + 1], odd)
+            for s in range(states.num_states):
+                state_row = (states.first_state + s) * rows_per_tile + row
+                w = weight(args.partial_ml[2 * state_row], maximum)
+                total = cuda.fma(w, args.partial_ml[2 * state_row + 1], total)
+                even = cuda.fma(w, args.partial_o[state_row * head_dim_v + column], even)
+                odd = cuda.fma(w, args.partial_o[state_row * head_dim_v + column + 1], odd)
 
-            kv_head = partials.unit % num_kv_heads
-            token, head = request.token_start + unit_row // group, kv_head * group + unit_row % group
+            token = request.token_start + head_row // group
+            head = states.kv_head * group + head_row % group
             if word < v_words:
                 low = narrow(normalise(even, total, args.v_scale))
                 high = narrow(normalise(odd, total, args.v_scale))
@@ -71,8 +71,8 @@ def make_merge_phase(spec, geometry, schedule):
         num_units = table[2 * args.num_requests + 1]
         worker = int64(cuda.blockIdx.x) * warps + cuda.threadIdx.x // WARP
         for work in range(worker, num_units * work_per_unit, int64(cuda.gridDim.x) * warps):
-            partials = unit_partials(args, table, work // work_per_unit)
-            if partials.num_states > 1:
-                merge_row(args, partials, work % work_per_unit // column_parts, work % column_parts)
+            states = unit_states(args, table, work // work_per_unit)
+            if states.num_states > 1:
+                merge_row(args, states, work % work_per_unit // column_parts, work % column_parts)
 
     return merge_phase

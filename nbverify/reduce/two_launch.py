@@ -7,9 +7,11 @@ the error says to ask for it; it is never chosen silently.  It is also the oracl
 from numba import cuda, int64
 
 
-def make_bodies(prepare, split_phase, merge_phase, table_offset_words):
-    """Two kernel bodies, to be launched with the same grid one after the other."""
-    table_offset = table_offset_words // 2
+def make_bodies(prepare, split_phase, merge_phase, table_offset):
+    """Two kernel bodies, to be launched with the same grid one after the other.
+
+    ``table_offset`` is where the work table starts in the first one, in int64.
+    """
 
     def verify_split(args):
         table = cuda.shared.array(0, int64, 16)[table_offset:]
