@@ -105,7 +105,7 @@ def describe(name: str, array: object, *, host: bool = False) -> ArrayInfo:
     """
     cls = type(array)
     origin = (cls.__module__, cls.__name__)
-    if isinstance(array, np.ndarray):
+    if isinstance(array, np.ndarray) and not isinstance(array, np.ma.MaskedArray):
         if not host:
             raise ArgumentError(name, DEVICE_ARRAY, "a numpy array, in host memory")
         return _from_numpy(name, array)
@@ -423,7 +423,7 @@ class Rule:
         self._num_free = len(buffer.free_strides)
         self._dtypes = contract.accepted_dtypes(buffer, spec)
         self._has_raw_bits = buffer.kind == "rows"
-        self._alignment = contract.alignment_bytes(buffer, spec)
+        self.alignment = contract.alignment_bytes(buffer, spec)
         self._is_written = "write" in buffer.access
 
     def check(self, info: ArrayInfo, dims: dict[str, int]) -> None:
@@ -486,11 +486,11 @@ class Rule:
                         return where + f"stride {stride}, not {contiguous} (contiguous)"
                 elif stride < 0:
                     return where + f"stride {stride}, not >= 0"
-                elif stride * itemsize % self._alignment:
-                    return where + f"a stride of {stride * itemsize} bytes, not a multiple of {self._alignment}"
+                elif stride * itemsize % self.alignment:
+                    return where + f"a stride of {stride * itemsize} bytes, not a multiple of {self.alignment}"
             contiguous *= extent
-        if info.pointer % self._alignment:
-            return f": its address {info.pointer:#x} is not a multiple of {self._alignment} bytes"
+        if info.pointer % self.alignment:
+            return f": its address {info.pointer:#x} is not a multiple of {self.alignment} bytes"
         return self._overlap_problem(info) if self._is_written else None
 
     def _overlap_problem(self, info: ArrayInfo) -> str | None:
@@ -590,7 +590,7 @@ def stream_handle(stream: object) -> int:
     Objects may have ``__cuda_stream__`` (method, or the property that early versions of the protocol had, giving
     ``(version, handle)``), ``cuda_stream`` (torch), ``ptr`` (CuPy) or ``handle`` (cuda.core, numba).  0 stays 0.
     """
-    if type(stream) is int and stream >= 0:  # what a serving loop passes
+    if type(stream) is int and 0 <= stream < 2**64:  # what a serving loop passes
         return stream
     if stream is None:
         return LEGACY_DEFAULT_STREAM
@@ -598,9 +598,9 @@ def stream_handle(stream: object) -> int:
         handle = int(stream) if isinstance(stream, int) else _handle_of(stream)
     except Exception as error:
         raise ArgumentError("stream", "a usable stream", f"{_class_name(stream)}: {error}") from error
-    if handle is not None and handle >= 0 and not isinstance(stream, bool):
+    if handle is not None and 0 <= handle < 2**64 and not isinstance(stream, bool):
         return handle
-    expected = "None, a handle >= 0, or an object with __cuda_stream__, cuda_stream, ptr or handle"
+    expected = "None, a 64-bit handle, or an object with __cuda_stream__, cuda_stream, ptr or handle"
     raise ArgumentError("stream", expected, repr(stream))
 
 

@@ -8,7 +8,6 @@ bind       the fields of ``args`` (contract.py) for one set of buffers -> someth
 from __future__ import annotations
 
 import ctypes
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -26,6 +25,7 @@ from nbverify.kernels.geometry import SimtGeometry
 from nbverify.spec import VerifySpec
 
 EMULATOR_SHARED_LIMIT = 232_448  # of sm_90; ``shared_limit`` plays a smaller device
+EMULATOR_MEMORY = 2**36  # more than any emulated problem needs
 ALL_BITS = 0xFF  # NaN in every float format
 
 
@@ -54,8 +54,7 @@ class GpuBackend:
 
     def load(self) -> None:
         """Compile or take from the cache, load, and ask for the occupancy of the kernel that walks the keys."""
-        override = os.environ.get(compile.OVERRIDE)
-        target = compile.target_of(None if override else self.device.cc)
+        target = compile.target_of(compile.override_cc() or self.device.cc)
         self.target = target.name
         self.compiled = _compile_with_status(self._spec, target, self._debug)
         self._steps = geo.steps(self._spec, self._geometry, debug=self._debug)
@@ -76,6 +75,7 @@ class GpuBackend:
         """Partial states, and the findings of ``debug``."""
         self._grids = [1 if step.one_block else grid for step in self._steps]
         rows = geo.num_partials(self._spec, self._geometry, grid) * self._geometry.rows_per_tile
+        check_workspace(geo.workspace_bytes(self._spec, self._geometry, grid), self.device.total_memory())
         self._workspace = {
             "partial_o": launch.DeviceBuffer(self.device, 4 * rows * self._spec.head_dim_v, fill=ALL_BITS),
             "partial_ml": launch.DeviceBuffer(self.device, 4 * rows * 2, fill=ALL_BITS),
@@ -83,6 +83,11 @@ class GpuBackend:
         if self._debug:
             self._workspace["findings"] = launch.DeviceBuffer(self.device, NOTHING_FOUND.nbytes)
             self._workspace["findings"].write(NOTHING_FOUND.tobytes())
+        self.wait()  # the fills are ordered before launches on any stream
+
+    def wait(self) -> None:
+        """Until the device is idle."""
+        self.device.synchronize()
 
     def check_device(self, name: str, info: ArrayInfo) -> None:
         """Refuse an array of another GPU."""
@@ -161,12 +166,16 @@ class EmulatorBackend:
         """As for a GPU."""
         self._grid = grid
         rows = geo.num_partials(self._spec, self._geometry, grid) * self._geometry.rows_per_tile
+        check_workspace(geo.workspace_bytes(self._spec, self._geometry, grid), EMULATOR_MEMORY)
         self._workspace: dict[str, np.ndarray] = {
             "partial_o": np.full(rows * self._spec.head_dim_v, np.nan, np.float32),
             "partial_ml": np.full(rows * 2, np.nan, np.float32),
         }
         if self._debug:
             self._workspace["findings"] = NOTHING_FOUND.flatten()
+
+    def wait(self) -> None:
+        """A launch returns when it has run."""
 
     def check_device(self, name: str, info: ArrayInfo) -> None:
         """Host memory has no device."""
@@ -228,6 +237,14 @@ class _EmulatorCall:
 
     def move(self, name: str, pointer: int, array: Any) -> None:
         self._fields[name] = flat_storage(array, self._infos[name], self._backend.storage_of(name))
+
+
+def check_workspace(need: int, available: int) -> None:
+    """Refuse, with both numbers, limits whose partial states no memory holds."""
+    if need > available:
+        raise ArgumentError(
+            "spec", f"a workspace of at most {available:,} bytes, the memory there is", f"{need:,} bytes"
+        )
 
 
 LAYOUT_FIELDS: dict[str, tuple[str, ...]] = {b.name: contract.layout_fields(b) for b in contract.BUFFERS}

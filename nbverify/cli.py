@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -16,15 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import nbverify
+from nbverify import presets
 from nbverify.errors import ArgumentError, NbverifyError
+from nbverify.spec import DTYPES, KERNELS, KV_DTYPE_FP8, REDUCTIONS, SPLITS, Mask, VerifySpec
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from nbverify.compile import CompiledKernel
-    from nbverify.spec import VerifySpec
 
 DEFAULT_PRESET = "kimi-k2.6-tp8"
+FAILED = 1
+WRONG_USAGE = 2  # as argparse has it
 INTERRUPTED = 130
 
 
@@ -33,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     try:
         return arguments.run(arguments)
+    except ArgumentError as error:
+        return fail(str(error), WRONG_USAGE)
     except NbverifyError as error:
         return fail(str(error))
     except OSError as error:
@@ -44,13 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def fail(message: str) -> int:
-    """Say it in red on stderr; exit code 1."""
+def fail(message: str, code: int = FAILED) -> int:
+    """Say it in red on stderr; the exit code."""
     from rich.console import Console
     from rich.text import Text
 
     Console(stderr=True, soft_wrap=True).print(Text.assemble(("error: ", "bold red"), (message, "red")))
-    return 1
+    return code
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -87,7 +93,7 @@ def add_demo(commands: Any) -> None:
     parser.add_argument("--nodes", type=int, metavar="N", help="only the first N nodes of the tree: quicker to emulate")
     parser.add_argument(
         "--reduction",
-        choices=("grid_sync", "two_launch"),
+        choices=REDUCTIONS,
         default="grid_sync",
         help="two_launch: for a GPU, or a share of one, that refuses cooperative launches",
     )
@@ -198,6 +204,14 @@ SPEC_FLAGS: dict[str, type] = {
     "reduction": str,
     "kernel": str,
 }
+CHOICES: dict[str, Sequence[str]] = {
+    "dtype": DTYPES,
+    "kv_dtype": (*DTYPES, KV_DTYPE_FP8),
+    "mask": [mask.value for mask in Mask],
+    "split": SPLITS,
+    "reduction": REDUCTIONS,
+    "kernel": KERNELS,
+}
 # What --mla and --gqa start from; sizes beside max_requests do not change the code.
 OWN_SHAPE_SIZES: dict[str, Any] = {"max_requests": 16, "max_nodes": 33, "max_kv_len": 262_144}
 
@@ -228,13 +242,17 @@ def add_compile(commands: Any) -> None:
         "--cc", action="append", required=True, metavar="X.Y", help="compute capability such as 12.0; may be repeated"
     )
     shape = parser.add_mutually_exclusive_group()
-    shape.add_argument("--preset", metavar="NAME", help=f"a model of nbverify/presets.py (default {DEFAULT_PRESET})")
+    shape.add_argument(
+        "--preset", choices=presets.PRESETS, help=f"a model of nbverify/presets.py (default {DEFAULT_PRESET})"
+    )
     shape.add_argument(
         "--mla", type=_integers, metavar="HEADS[,DQK,DV]", help="a shape of your own with shared K and V"
     )
     shape.add_argument("--gqa", type=_integers, metavar="HQ,HKV,D[,DV]", help="your own shape, K and V apart")
     for name, kind in SPEC_FLAGS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="as in VerifySpec")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, choices=CHOICES.get(name), help="as in VerifySpec"
+        )
     parser.add_argument("--debug", action="store_true", help="with the input checks of VerifyPlan(debug=True)")
     parser.add_argument("--ptx", type=Path, metavar="FILE", help="write the PTX")
     parser.add_argument("--cubin", type=Path, metavar="FILE", help="write the cubin")
@@ -250,6 +268,8 @@ def run_compile(arguments: argparse.Namespace) -> int:
 
     spec = spec_of(arguments)
     targets = [compile.target_of(cc) for cc in arguments.cc]
+    check_output("--ptx", arguments.ptx)
+    check_output("--cubin", arguments.cubin)
     reports: list[dict[str, Any]] = []
     compiled: list[CompiledKernel] = []
     with Console(stderr=True).status("") as status:
@@ -282,16 +302,19 @@ def run_compile(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def check_output(flag: str, path: Path | None) -> None:
+    """Refuse, before a minute of compiling, what cannot be written afterwards."""
+    if path is not None and (os.path.isdir(path) or not os.path.isdir(path.parent)):
+        raise ArgumentError(flag, "a file in a directory that exists", path)
+
+
 def spec_of(arguments: argparse.Namespace) -> VerifySpec:
     """The spec that the flags describe."""
-    from nbverify import presets
-    from nbverify.spec import VerifySpec
-
     given = {name: getattr(arguments, name) for name in SPEC_FLAGS if getattr(arguments, name) is not None}
     if arguments.mla is None and arguments.gqa is None:
         spec = presets.preset(arguments.preset or DEFAULT_PRESET)
         if "dtype" in given:
-            given.setdefault("kv_dtype", None)  # the cache follows, unless it is given too
+            given.setdefault("kv_dtype", None)  # see the head of presets.py
         return dataclasses.replace(spec, **given)
     options = {**OWN_SHAPE_SIZES, **given}
     if arguments.mla is not None:
@@ -420,7 +443,7 @@ def show_compiled(console: Console, spec: VerifySpec, reports: list[dict[str, An
 
     row("registers", *numbers("registers"))
     row("spills, bytes", *numbers("spill_bytes", must_be_zero=True))
-    row("local arrays, bytes", *numbers("local_bytes", must_be_zero=True))
+    row("local memory, bytes", *numbers("local_bytes", must_be_zero=True))
     row("stack, bytes", *numbers("stack_bytes"))
     row("static shared, bytes", *numbers("static_shared_bytes"))
     row("dynamic shared, bytes", *numbers("dynamic_shared_bytes"))

@@ -95,25 +95,33 @@ class CompiledKernel:
     resources: Resources
 
 
-def target_of(cc: str | tuple | None) -> Target:
-    """``"12.0"``, ``(12, 0)`` or ``(12, 0, "a")`` -> Target; None: numba's override.
+def override_cc() -> tuple[int, int] | None:
+    """The capability that numba's override asks for; None if it is not set.
 
-    Raises ArgumentError for anything else, for capabilities below 8.0, and where the override contradicts ``cc``.
+    Raises ArgumentError if it is not what numba takes: it would warn and ignore it.
     """
     override = os.environ.get(OVERRIDE)
-    if cc is None:
-        if not override:
-            raise ArgumentError("cc", f"a compute capability, or {OVERRIDE} set", None)
-        cc = override
-    elif override and _parse_cc(cc)[:2] != _parse_cc(override)[:2]:
-        raise ArgumentError("cc", f"{override}, which {OVERRIDE} sets for all of numba", cc)
-    parsed = _parse_cc(cc)
-    major, minor = parsed[:2]
+    if not override:
+        return None
+    match = re.fullmatch(r"(\d+)\.(\d)", override)
+    if match is None:
+        raise ArgumentError(OVERRIDE, 'unset, or "major.minor" such as "12.0"', repr(override))
+    return int(match[1]), int(match[2])
+
+
+def target_of(cc: str | tuple | None) -> Target:
+    """``"12.0"``, ``(12, 0)``, ``(12, 0, "a")`` or ``"sm_120a"`` -> Target; None: what numba's override asks for.
+
+    Raises ArgumentError for anything else, for capabilities below 8.0, and where numba's override contradicts ``cc``.
+    """
+    override = override_cc()
+    major, minor = override if cc is None and override else _parse_cc(cc)
+    if override not in (None, (major, minor)):
+        raise ArgumentError("cc", f"{os.environ[OVERRIDE]}, which {OVERRIDE} sets for all of numba", cc)
     if (major, minor) < MIN_CC:
         raise ArgumentError("cc", "8.0 or higher", f"{major}.{minor}")
-    if override:
-        return Target(major, minor, "")
-    return Target(major, minor, "a" if (major, minor) >= (9, 0) else "")
+    specific = override is None and (major, minor) >= (9, 0)
+    return Target(major, minor, "a" if specific else "")
 
 
 def _parse_cc(cc: object) -> tuple[int, int]:
@@ -285,8 +293,13 @@ def _resources(name: str, log: str, ptx: str) -> Resources:
 
 def cache_directory() -> Path:
     """Where cubins are kept between processes."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "nbverify"
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(base):  # a relative path is to be ignored, says the XDG specification
+        return Path(base) / "nbverify"
+    try:
+        return Path.home() / ".cache" / "nbverify"
+    except RuntimeError:  # a user without a home, as in containers
+        return Path(tempfile.gettempdir()) / f"nbverify-{os.getuid()}"
 
 
 @cache
@@ -344,7 +357,10 @@ def describe_function(function: Callable | None, known: tuple = ()) -> object:
     if function is None:
         return None
     code = function.__code__
-    used = dict(zip(code.co_freevars, (cell.cell_contents for cell in function.__closure__ or ()), strict=True))
+    used = {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a cell that is still empty
+            used[name] = cell.cell_contents
     names = _names_used(code)
     used |= {name: function.__globals__[name] for name in names if name in function.__globals__}
     values = tuple((name, _describe_value(used[name], names, (*known, function))) for name in sorted(used))
@@ -375,6 +391,8 @@ def _describe_value(value: object, names: set[str], known: tuple) -> object:
         return (value.__name__, [(n, _describe_value(getattr(value, n), names, (*known, value))) for n in inside])
     if isinstance(value, np.ndarray):
         return (value.dtype.str, value.shape, value.tobytes())
+    if isinstance(value, (tuple, list)):
+        return (type(value).__name__, [_describe_value(item, names, known) for item in value])
     if isinstance(value, (type, BuiltinFunctionType)):
         return f"{value.__module__}.{value.__qualname__}"
     return repr(value)
@@ -387,16 +405,16 @@ def _write_cached(path: Path, kernels: tuple[CompiledKernel, ...]) -> None:
         entry["cubin"] = base64.b64encode(kernel.cubin).decode()
         record.append(entry)
     text = json.dumps(record)
-    temporary = None
+    temporary = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            temporary = file.name
-            file.write(f"{_checksum(text)}\n{text}")
+        temporary.write_text(f"{_checksum(text)}\n{text}")
         os.replace(temporary, path)
-    except OSError:  # a full disk, a read-only home: the next process compiles again
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+    except OSError:
+        pass  # a full disk, a read-only home: the next process compiles again
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _read_cached(path: Path) -> tuple[CompiledKernel, ...] | None:

@@ -29,7 +29,7 @@ from rich.tree import Tree
 import nbverify as nv
 from nbverify import compile, doctor, presets, reference
 from nbverify.doctor import Facts
-from nbverify.errors import NbverifyError
+from nbverify.errors import ArgumentError, NbverifyError
 from nbverify.fixture import SmolLM2Layer
 
 if TYPE_CHECKING:
@@ -45,9 +45,8 @@ KIMI_HEADS = (0, 7)
 KIMI_LEAN = 0.25  # raises the scores of drafts by about 10: beside 32k keys they take 0.1 to 90 % of a row's softmax
 TIMED_REPLAYS = 20
 WARM_REPLAYS = 3
-FLUSH_BYTES = (
-    512 * 2**20
-)  # written before every timed replay: more than the L2 of any GPU, so that KV comes from memory
+# Written before every timed replay: more than the L2 of any GPU, so that KV comes from memory.
+FLUSH_BYTES = 512 * 2**20
 
 EPS32 = float(np.finfo(np.float32).eps)
 HALF_ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of rounding to the type
@@ -190,7 +189,7 @@ def first_nodes(layer: SmolLM2Layer, nodes: int | None) -> SmolLM2Layer:
     if nodes is None or nodes == total:
         return layer
     if not 1 <= nodes <= total:
-        raise NbverifyError(f"--nodes: expected 1 to {total}, the nodes of the packaged tree, got {nodes}")
+        raise ArgumentError("--nodes", f"1 to {total}, the nodes of the packaged tree", nodes)
     per_node = ("q", "draft_slots", "parents", "tokens", "logprobs", "pieces", "target", "attention_out")
     cut = {name: getattr(layer, name)[:nodes] for name in per_node}
     return dataclasses.replace(layer, **cut, accepted=layer.accepted[layer.accepted < nodes])

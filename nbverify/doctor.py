@@ -16,9 +16,11 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 from nbverify.errors import ArgumentError
 
@@ -29,6 +31,7 @@ PYTHON_MIN = (3, 10)
 NUMPY_RANGE = ((1, 26), (2, 5))
 NUMBA_CUDA_RANGE = ((0, 30, 2), (0, 31))
 
+MIN_DRIVER_CUDA = (12, 4)  # the first with cuFuncLoad, which loads a kernel before a graph captures it
 MIN_CC = (8, 0)
 # The first toolkit that compiles for a GPU, where 12.0 is not enough.
 MIN_TOOLKIT = {(10, 0): (12, 8), (10, 3): (12, 9), (12, 0): (12, 8), (12, 1): (12, 9)}
@@ -122,8 +125,11 @@ class Facts:
     cupy_packages: tuple[str, ...] = ()  # "cupy-cuda12x 13.6.0"
     cupy_error: str | None = None  # what importing CuPy raised, if one is installed
     override: str | None = None  # NUMBA_FORCE_CUDA_CC
+    override_cc: tuple[int, int] | None = None  # what numba understands of it
+    override_error: str | None = None  # why it understands nothing
+    simulator: str | None = None  # NUMBA_ENABLE_CUDASIM
     cache_path: str = ""
-    cache_error: str | None = None  # why nothing can be written there
+    cache_error: str | None = None  # why it cannot be read or written
     cache_files: int = 0
     cache_bytes: int = 0
 
@@ -248,25 +254,31 @@ def check_driver(facts: Facts) -> Finding:
 
 
 def check_driver_version(facts: Facts) -> Finding:
-    """The driver runs what the toolkit makes: a cubin of a later major CUDA version does not load."""
-    name = "driver for toolkit"
-    if facts.driver_cuda is None or facts.toolkit_version is None:
-        what = "driver" if facts.driver_cuda is None else "toolkit"
-        return Finding(name, OK, f"nothing to compare: no {what} version")
+    """The driver has all that plans call, and runs what the toolkit makes: no cubin of a later major CUDA version."""
+    name = "driver version"
+    if facts.driver_cuda is None or not facts.gpu_wanted:
+        return Finding(name, OK, f"nothing to compare: no {'driver version' if facts.gpu_wanted else 'GPU'}")
+    if facts.driver_cuda < MIN_DRIVER_CUDA:
+        return Finding(
+            name,
+            FAIL,
+            f"the driver supports CUDA {dotted(facts.driver_cuda)} at most; {dotted(MIN_DRIVER_CUDA)} or newer is "
+            "needed (cuFuncLoad)",
+            "sudo apt install nvidia-driver-580   # or any driver from 550 on",
+        )
+    if facts.toolkit_version is None:
+        return Finding(name, OK, f"for CUDA {dotted(facts.driver_cuda)}; no toolkit to compare it with")
     driver, toolkit = dotted(facts.driver_cuda), dotted(facts.toolkit_version)
     if facts.driver_cuda[0] >= facts.toolkit_version[0]:
-        return Finding(name, OK, f"driver for CUDA {driver}, toolkit {toolkit}")
+        return Finding(name, OK, f"for CUDA {driver}, toolkit {toolkit}")
     detail = (
         f"the driver supports CUDA {driver} at most, the toolkit is CUDA {toolkit}: "
         f"what it compiles (PTX and cubins of CUDA {toolkit}) does not load"
     )
-    if facts.driver_cuda[0] >= 12:
-        fix = (
-            "pip uninstall -y cupy-cuda13x nvidia-nvvm nvidia-nvjitlink nvidia-cuda-runtime && "
-            f"pip install 'nbverify[cu{facts.driver_cuda[0]}]'   # or upgrade the driver"
-        )
-    else:
-        fix = "upgrade NVIDIA's driver to 525 or newer (CUDA 12), for example: sudo apt install nvidia-driver-580"
+    fix = (
+        "pip uninstall -y cupy-cuda13x nvidia-nvvm nvidia-nvjitlink nvidia-cuda-runtime && "
+        f"pip install 'nbverify[cu{facts.driver_cuda[0]}]'   # or upgrade the driver"
+    )
     return Finding(name, FAIL, detail, fix)
 
 
@@ -332,13 +344,34 @@ def check_cupy(facts: Facts) -> Finding:
 def check_override(facts: Facts) -> Finding:
     """NUMBA_FORCE_CUDA_CC, which changes what plans are compiled for."""
     name = "NUMBA_FORCE_CUDA_CC"
+    fix = "unset NUMBA_FORCE_CUDA_CC"
     if not facts.override:
         return Finding(name, OK, "not set")
-    wrong = [gpu for gpu in facts.gpus if facts.override.replace(".", "") != f"{gpu.cc[0]}{gpu.cc[1]}"]
+    if facts.override_error:
+        return Finding(name, FAIL, facts.override_error, f"{fix}   # or write it as in 12.0")
+    cc = facts.override_cc
+    if cc is not None and cc < MIN_CC:
+        return Finding(name, FAIL, f"{facts.override}; 8.0 or higher is needed", fix)
     detail = f"{facts.override}: kernels are compiled for it, without the architecture-specific variant"
+    # A cubin runs on its own major version, from its own minor one on.
+    wrong = [gpu for gpu in facts.gpus if cc is not None and not cc <= gpu.cc < (cc[0] + 1, 0)]
     if wrong:
         detail += f"; they will not load on {', '.join(f'{gpu.name} ({gpu.sm})' for gpu in wrong)}"
-    return Finding(name, FAIL if wrong else WARN, detail, "unset NUMBA_FORCE_CUDA_CC")
+    return Finding(name, FAIL if wrong else WARN, detail, fix)
+
+
+def check_simulator(facts: Facts) -> Finding:
+    """NUMBA_ENABLE_CUDASIM, which puts numba's simulator in the place of its compiler."""
+    name = "NUMBA_ENABLE_CUDASIM"
+    if facts.simulator in (None, "", "0"):
+        return Finding(name, OK, "not set")
+    return Finding(
+        name,
+        FAIL,
+        f"{facts.simulator}: numba's simulator replaces numba.cuda, nothing can be compiled; nbverify has an emulator "
+        "of its own",
+        "unset NUMBA_ENABLE_CUDASIM",
+    )
 
 
 def check_presets(facts: Facts) -> list[Finding]:
@@ -380,9 +413,11 @@ def check_cache(facts: Facts) -> Finding:
         return Finding(
             "cache",
             WARN,
-            f"{facts.cache_path} cannot be written ({facts.cache_error}); every process compiles again",
+            f"{facts.cache_path or 'its directory'} cannot be used ({facts.cache_error}); every process compiles again",
             "export XDG_CACHE_HOME=<a directory that you may write to>",
         )
+    if not facts.cache_path:
+        return Finding("cache", OK, "not looked at: nbverify.compile cannot be imported")
     return Finding("cache", OK, f"{facts.cache_path}: {facts.cache_files} kernels, {facts.cache_bytes / 2**20:.1f} MiB")
 
 
@@ -397,6 +432,7 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (
     check_driver_version,
     check_cupy,
     check_override,
+    check_simulator,
     check_cache,
 )
 
@@ -417,12 +453,8 @@ def can_run(findings: list[Finding]) -> bool:
 
 def gather_facts() -> Facts:
     """Look at this machine.  Raises nothing."""
-    from nbverify import compile
-
     toolkit, ptxas = _find_toolkit()
     cupy_packages = _cupy_packages()
-    cache = compile.cache_directory()
-    files = list(cache.glob("*.json")) if cache.is_dir() else []
     return Facts(
         python=tuple(sys.version_info[:3]),
         versions={name: _version(name) for name in PACKAGES},
@@ -436,11 +468,9 @@ def gather_facts() -> Facts:
         mps=_mps_in_use(),
         cupy_packages=cupy_packages,
         cupy_error=_import_error("cupy") if cupy_packages else None,
-        override=os.environ.get(compile.OVERRIDE),
-        cache_path=str(cache),
-        cache_error=_why_not_writable(cache),
-        cache_files=len(files),
-        cache_bytes=sum(path.stat().st_size for path in files),
+        **_read_override(),  # type: ignore[arg-type]
+        simulator=os.environ.get("NUMBA_ENABLE_CUDASIM"),
+        **_look_at_cache(),  # type: ignore[arg-type]
     )
 
 
@@ -464,13 +494,15 @@ def one_line(error: BaseException) -> str:
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+    except Exception:  # not installed, or half removed
         return None
 
 
 def _import_error(module: str) -> str | None:
     try:
-        importlib.import_module(module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of variables that numba cannot parse: there is a finding for that
+            importlib.import_module(module)
     except Exception as error:
         return one_line(error)
     return None
@@ -573,23 +605,62 @@ def _find_hardware() -> tuple[str, ...]:
 
 def _mps_in_use() -> bool:
     pipes = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
-    return (pipes / "control").exists()
+    return os.path.exists(pipes / "control")  # Path.exists raises where the directory is not ours to read
 
 
 def _cupy_packages() -> tuple[str, ...]:
-    found = {
-        f"{distribution.metadata['Name']} {distribution.version}"
-        for distribution in importlib.metadata.distributions()
-        if re.fullmatch(r"cupy(-cuda\w+)?", (distribution.metadata["Name"] or "").lower())
-    }
+    found = set()
+    for distribution in importlib.metadata.distributions():
+        try:
+            name, version = distribution.metadata["Name"] or "", distribution.version
+        except Exception:  # half removed
+            continue
+        if re.fullmatch(r"cupy(-cuda\w+)?", name.lower()):
+            found.add(f"{name} {version}")
     return tuple(sorted(found))
 
 
-def _why_not_writable(directory: Path) -> str | None:
-    """None if files can be made there.  The directory is made, as compiling would; the file is removed at once."""
+def _compile_module() -> ModuleType | None:
     try:
+        from nbverify import compile
+    except Exception:  # numpy is missing or broken, which other findings say
+        return None
+    return compile
+
+
+def _read_override() -> dict[str, object]:
+    """The override's fields of Facts."""
+    found: dict[str, object] = {"override": os.environ.get("NUMBA_FORCE_CUDA_CC")}
+    compile = _compile_module()
+    if compile is not None:
+        try:
+            found["override_cc"] = compile.override_cc()
+        except ArgumentError as error:
+            found["override_error"] = str(error).partition(": ")[2]
+    return found
+
+
+def _look_at_cache() -> dict[str, object]:
+    """The cache's fields of Facts.  The directory is made, as compiling would; the file of the trial goes at once."""
+    compile = _compile_module()
+    if compile is None:
+        return {}
+    path = ""
+    try:
+        directory = compile.cache_directory()
+        path = str(directory)
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory):
-            return None
+            sizes = [_size(entry) for entry in os.scandir(directory) if entry.name.endswith(".json")]
     except OSError as error:
-        return error.strerror or one_line(error)
+        return {"cache_path": path, "cache_error": error.strerror or one_line(error)}
+    except Exception as error:  # no home directory, a path that is none
+        return {"cache_path": path, "cache_error": one_line(error)}
+    return {"cache_path": path, "cache_files": len(sizes), "cache_bytes": sum(sizes)}
+
+
+def _size(entry: os.DirEntry) -> int:
+    try:
+        return entry.stat().st_size
+    except OSError:  # another process has just replaced it
+        return 0

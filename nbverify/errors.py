@@ -6,14 +6,15 @@ class NbverifyError(Exception):
 
 
 class ArgumentError(NbverifyError, ValueError):
-    """A wrong argument, found before anything was compiled, allocated or launched.
-
-    The message reads ``name: expected ..., got ...``.
-    """
+    """A wrong argument, found before anything was launched.  The message reads ``name: expected ..., got ...``."""
 
     def __init__(self, name: str, expected: str, got: object):
-        self.argument = name
+        self.argument, self.expected, self.got = name, expected, str(got)
         super().__init__(f"{name}: expected {expected}, got {got}")
+
+    def __reduce__(self) -> tuple:
+        """Worker processes send their errors by pickle, which would call the class with the message alone."""
+        return ArgumentError, (self.argument, self.expected, self.got)
 
 
 class CompileError(NbverifyError, RuntimeError):

@@ -20,6 +20,7 @@ from nbverify.compile import CompiledKernel
 from nbverify.contract import Parameter
 from nbverify.errors import ArgumentError, CompileError, DriverError
 
+MIN_DRIVER_CUDA = 12_040  # cuFuncLoad; cuDriverGetVersion's way to write 12.4
 TWO_LAUNCH_HINT = 'ask for VerifySpec(reduction="two_launch"), which needs no cooperative launch'
 
 
@@ -36,6 +37,10 @@ def call(what: str, result: tuple) -> Any:
     if int(code) != 0:
         raise DriverError(f"{what}: {describe_error(code)}")
     return result[1] if len(result) == 2 else result[1:]
+
+
+def _text_of(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def describe_error(code: Any) -> str:
@@ -58,6 +63,12 @@ class Device:
                 f'no NVIDIA driver ({type(error).__name__}); VerifyPlan(spec, device="emulator") needs none, '
                 "`nbverify doctor` says what is missing"
             ) from error
+        version = call("cuDriverGetVersion", drv.cuDriverGetVersion())
+        if version < MIN_DRIVER_CUDA:
+            raise DriverError(
+                f"the driver supports CUDA {_text_of(version)}, nbverify needs {_text_of(MIN_DRIVER_CUDA)} or newer: "
+                "update the driver"
+            )
         count = call("cuDeviceGetCount", drv.cuDeviceGetCount())
         if ordinal is None:
             ordinal = self._current_ordinal()
@@ -87,12 +98,21 @@ class Device:
         """A device attribute."""
         return call("cuDeviceGetAttribute", driver().cuDeviceGetAttribute(which, self.handle))
 
+    def total_memory(self) -> int:
+        """Bytes of device memory."""
+        return call("cuDeviceTotalMem", driver().cuDeviceTotalMem(self.handle))
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+        with self:
+            call("cuCtxSynchronize", driver().cuCtxSynchronize())
+
     def read_index(self, info: ArrayInfo) -> np.ndarray:
         """An index buffer on the host, as int64, after everything queued on the device."""
         data = np.empty(info.shape, info.dtype)
+        self.synchronize()
         if data.size:
             with self:
-                call("cuCtxSynchronize", driver().cuCtxSynchronize())
                 call("cuMemcpyDtoH", driver().cuMemcpyDtoH(data.ctypes.data, info.pointer, data.nbytes))
         return data.astype(np.int64)
 
@@ -119,8 +139,8 @@ class DeviceBuffer:
     def read(self) -> bytes:
         """Contents, after everything queued on the device."""
         data = bytearray(self.num_bytes)
+        self.device.synchronize()
         with self.device:
-            call("cuCtxSynchronize", driver().cuCtxSynchronize())
             call("cuMemcpyDtoH", driver().cuMemcpyDtoH(data, self.pointer, self.num_bytes))
         return bytes(data)
 

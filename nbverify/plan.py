@@ -4,8 +4,9 @@
     plan.bind(...)     checks every argument, packs the parameters: once per set of buffers
     bound.launch(s)    one driver call
 
-A plan is one launch in flight: its workspace is shared by all its binds.  Two streams, two plans.  Arrays that were
-bound must stay alive while launches of theirs, graph replays included, can run: freeing them is the caller's error.
+A plan is one launch in flight: its workspace is shared by all its binds.  Two streams, two plans.  What a launch uses
+must stay alive while it, or a replay of a graph that captured it, can run: the bound arrays, and the BoundVerify or its
+plan, which owns workspace and code.  Freeing them earlier is the caller's error.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import numbers
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from nbverify.errors import ArgumentError, DeviceInputError
 from nbverify.findings import describe_findings
 from nbverify.kernels import geometry as geo
 from nbverify.kernels.geometry import SimtGeometry
-from nbverify.spec import FLOAT32_MAX, Mask, VerifySpec
+from nbverify.spec import FLOAT32_MAX, FLOAT32_TINY, Mask, VerifySpec
 
 WRITTEN = ("out", "lse")
 REBINDABLE = ("q", "k_cache", "v_cache", "out", "lse")
@@ -121,13 +121,12 @@ class VerifyPlan:
             )
         #: Blocks of every launch of this plan.
         self.grid = backend.max_blocks if max_blocks is None else max_blocks
-        #: Bytes of device memory that the plan allocates.
+        #: Bytes of the partial states that the plan allocates (debug=True adds some 200 bytes).
         self.workspace_bytes = geo.workspace_bytes(spec, self.geometry, self.grid)
         backend.allocate(self.grid)
         self._max_splits = geo.max_splits(spec, self.geometry)
         self._rules = {name: arrays.Rule(contract.BUFFER[name], spec) for name in contract.CALLER_BUFFERS}
         self._needed = {name: contract.is_needed(contract.BUFFER[name], spec) for name in contract.CALLER_BUFFERS}
-        self._extents: dict[str, int] = {}  # of the last bind: limits that the text of a finding mentions
 
     @property
     def emulated(self) -> bool:
@@ -207,14 +206,8 @@ class VerifyPlan:
             "score_scale": spec.sm_scale * k_scale,
             "v_scale": v_scale,
         }
-        if abs(scalars["score_scale"]) > FLOAT32_MAX:
-            raise ArgumentError("k_scale", "sm_scale * k_scale within float32", k_scale)
-        self._extents = {
-            "num_tokens": dims["num_tokens"],
-            "num_slots": dims["num_slots"],
-            "kv_indices": infos["kv_indices"].shape[0],
-            "custom_mask": infos["custom_mask"].shape[0] if "custom_mask" in infos else 0,
-        }
+        if spec.sm_scale and not FLOAT32_TINY <= abs(scalars["score_scale"]) <= FLOAT32_MAX:
+            raise ArgumentError("k_scale", "sm_scale * k_scale to be a normal float32", k_scale)
         values = {name: a for name, a in given.items() if a is not None}
         return BoundVerify(self, infos, ranges, given, self._backend.bind(infos, values, scalars))
 
@@ -225,7 +218,7 @@ class VerifyPlan:
         """
         if not self.debug:
             raise ArgumentError("debug", "True: only such a plan checks its inputs", False)
-        limits = {"max_nodes": self.spec.max_nodes, "max_kv_len": self.spec.max_kv_len, **self._extents}
+        limits = {"max_nodes": self.spec.max_nodes, "max_kv_len": self.spec.max_kv_len}
         lines = describe_findings(self._backend.take_findings(), limits)
         if lines:
             raise DeviceInputError("\n".join(lines))
@@ -258,7 +251,6 @@ class BoundVerify:
     ):
         self.plan = plan
         self._infos, self._ranges, self._call = infos, ranges, call
-        self._alignment = {n: contract.alignment_bytes(contract.BUFFER[n], plan.spec) for n in REBINDABLE}
         self._layouts: dict[str, tuple | None] = {}
         for name in () if plan.emulated else REBINDABLE:
             found = arrays.address_and_layout(given[name])
@@ -306,8 +298,9 @@ class BoundVerify:
             if info[1:5] != bound[1:5] or (info.readonly and name in WRITTEN):
                 raise ArgumentError(name, f"as bound, {_text(bound)}", _text(info))
             address = info.pointer
-        if address % self._alignment[name]:
-            raise ArgumentError(name, f"an address of {self._alignment[name]}-byte alignment", hex(address))
+        alignment = self.plan._rules[name].alignment
+        if address % alignment:
+            raise ArgumentError(name, f"an address of {alignment}-byte alignment", hex(address))
         return address
 
 
@@ -337,18 +330,13 @@ def _check_scales(spec: VerifySpec, k_scale: float, v_scale: float | None) -> tu
             continue
         if type(value) is bool or not issubclass(type(value), numbers.Real):
             raise ArgumentError(name, "a number on the host", type(value).__name__)
-        if not 0 < value <= FLOAT32_MAX:
-            raise ArgumentError(name, f"a number > 0, up to {FLOAT32_MAX:.8g}", value)
+        if not FLOAT32_TINY <= value <= FLOAT32_MAX:
+            raise ArgumentError(name, "a positive normal float32", value)
     if v_scale is None:
         v_scale = k_scale if spec.shared_kv else 1.0
     if spec.shared_kv and v_scale != k_scale:
         raise ArgumentError("v_scale", f"None or k_scale={k_scale}: with shared K/V it is the same row", v_scale)
     return float(k_scale), float(v_scale)
-
-
-@lru_cache(maxsize=8)
-def _plan_for(spec: VerifySpec, device: Any) -> VerifyPlan:
-    return VerifyPlan(spec, device=device)
 
 
 def verify_attention(
@@ -370,15 +358,15 @@ def verify_attention(
     device: int | str | Emulator | None = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
-    """The one-call form, for notebooks: plan (kept for the next call), bind, check the mask's size, launch.
+    """The one-call form, for notebooks: make a plan, bind, check the mask's size, launch, wait.
 
-    Returns ``(out, lse)``, the arrays that were given; a GPU may still be writing them.
+    Returns ``(out, lse)``, the arrays that were given.
 
     It reads the prefix sums back, which waits for the device, to refuse a ``custom_mask`` that is not exactly as
     large as its layout says: a FULL mask declared TREE, or the other way round, is caught here.  Static buffers that
     are larger than their batch need :meth:`VerifyPlan.bind`, which cannot know.
     """
-    plan = _plan_for(spec, device)
+    plan = VerifyPlan(spec, device=device)
     bound = plan.bind(
         q=q,
         k_cache=k_cache,
@@ -397,20 +385,17 @@ def verify_attention(
     if spec.mask.reads_buffer:
         _check_mask_size(plan, bound._infos)
     bound.launch(stream)
+    plan._backend.wait()  # the plan and its workspace end with this call
     return out, lse
 
 
 def _check_mask_size(plan: VerifyPlan, infos: dict[str, ArrayInfo]) -> None:
     read = plan._backend.read_index
-    prefix = np.diff(read(infos["kv_indptr"]))
-    nodes = np.diff(read(infos["qo_indptr"]))
-    row = {
-        Mask.FULL: prefix.clip(0) + nodes,
-        Mask.TREE: nodes,
-        Mask.PACKED: -(-nodes // 32),
-    }[plan.spec.mask]
-    need = int((nodes.clip(0) * row).sum())
-    have = infos["custom_mask"].shape[0]
+    prefix, nodes = np.diff(read(infos["kv_indptr"])), np.diff(read(infos["qo_indptr"]))
+    reads_mask = (prefix >= 0) & (nodes > 0)  # the others are padding
+    prefix, nodes = prefix[reads_mask], nodes[reads_mask]
+    row = {Mask.FULL: prefix + nodes, Mask.TREE: nodes, Mask.PACKED: -(-nodes // 32)}[plan.spec.mask]
+    need, have = int((nodes * row).sum()), infos["custom_mask"].shape[0]
     if have != need:
         raise ArgumentError(
             "custom_mask", f"{need} elements in layout {plan.spec.mask.value!r} for these lengths", have

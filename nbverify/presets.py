@@ -1,7 +1,11 @@
 """Named specs of real models, with the source of every number.
 
     spec = nbverify.presets.preset("kimi-k2.6-tp8")
-    spec = dataclasses.replace(spec, max_requests=1)         sizes and dtypes are yours to change
+    spec = dataclasses.replace(spec, max_requests=1)                      sizes and dtypes are yours to change
+    spec = dataclasses.replace(spec, dtype="float16", kv_dtype=None)      None: the cache's dtype follows
+
+A spec that is made has its ``kv_dtype`` filled in, so a new ``dtype`` alone would leave the cache with the old one,
+which is refused.
 
 ``max_requests`` and ``max_nodes`` are choices, not facts of a model: 16 requests of 33 nodes (a tree of 32 drafts and
 its root) everywhere.

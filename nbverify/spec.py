@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from types import FunctionType
+from typing import Any
 
 from nbverify.errors import ArgumentError
 
@@ -13,6 +16,7 @@ MAX_HEAD_DIM = 576
 HEAD_DIM_STEP = 16  # one 32-byte sector of 16-bit elements, and the k of one tensor-core product
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+FLOAT32_TINY = 2.0**-126  # the smallest normal one
 
 DTYPES = ("bfloat16", "float16")
 KV_DTYPE_FP8 = "float8_e4m3fn"
@@ -206,10 +210,12 @@ class VerifySpec:
             raise ArgumentError(
                 "max_kv_len", f">= max_nodes={self.max_nodes} (it bounds prefix + nodes)", self.max_kv_len
             )
-        if isinstance(self.sm_scale, bool) or not isinstance(self.sm_scale, (int, float)):
-            raise ArgumentError("sm_scale", "a float", repr(self.sm_scale))
-        if not abs(self.sm_scale) <= FLOAT32_MAX:  # NaN too
-            raise ArgumentError("sm_scale", "a finite float32", self.sm_scale)
+        scale: Any = self.sm_scale
+        if type(scale) is bool or not issubclass(type(scale), numbers.Real):
+            raise ArgumentError("sm_scale", "a number", repr(scale))
+        if not abs(scale) <= FLOAT32_MAX:  # NaN too
+            raise ArgumentError("sm_scale", "a finite float32", scale)
+        object.__setattr__(self, "sm_scale", float(scale))
         _check_choice("dtype", self.dtype, DTYPES)
         if self.kv_dtype is None:
             object.__setattr__(self, "kv_dtype", self.dtype)
@@ -234,6 +240,8 @@ class VerifySpec:
             code = self.score_mod.__code__
             if code.co_argcount != 5 or code.co_kwonlyargcount:
                 raise ArgumentError("score_mod", expected, f"one of {code.co_argcount + code.co_kwonlyargcount}")
+            if code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
+                raise ArgumentError("score_mod", expected, "a generator or a coroutine")
 
     @property
     def group(self) -> int:

@@ -1,6 +1,14 @@
 """From a spec to kernel bodies: what the compiler compiles and the emulator runs."""
 
+import os
 from collections.abc import Callable
+
+from nbverify.errors import ArgumentError
+
+if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
+    raise ArgumentError(
+        "NUMBA_ENABLE_CUDASIM", 'unset: numba\'s simulator has no warps; device="emulator" has', "it set"
+    )
 
 from nbverify.kernels import check, simt
 from nbverify.kernels.geometry import SimtGeometry

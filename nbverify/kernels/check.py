@@ -16,6 +16,7 @@ from nbverify.findings import (
     CHECK_NODES,
     CHECK_OUT_CACHE_LOC,
     CHECK_QO_INDPTR,
+    CHECK_QO_ORDER,
 )
 from nbverify.kernels.geometry import CHECK_THREADS
 from nbverify.kernels.indices import index_count, load_index
@@ -55,7 +56,7 @@ def make_bodies(spec):
         return num_nodes * ((num_nodes + 31) // 32)
 
     @cuda.jit(device=True)
-    def check_lengths(args, b, prefix_start, prefix_len, token_start, num_nodes, second_pass):
+    def check_lengths(args, b, prefix_start, prefix_len, token_start, num_nodes, next_row, second_pass):
         """One thread."""
         findings = args.findings
         if prefix_len > 0:
@@ -68,6 +69,8 @@ def make_bodies(spec):
                 note(findings, CHECK_QO_INDPTR, b, token_start, second_pass)
             elif token_start + num_nodes > args.num_tokens:
                 note(findings, CHECK_QO_INDPTR, b + 1, token_start + num_nodes, second_pass)
+            if token_start != next_row:  # rows that two requests would write, or none
+                note(findings, CHECK_QO_ORDER, b, token_start, second_pass)
             if num_nodes > args.max_nodes:
                 note(findings, CHECK_NODES, b + 1, num_nodes, second_pass)
             if prefix_len + num_nodes > args.max_kv_len:
@@ -79,13 +82,16 @@ def make_bodies(spec):
 
     def check(args):
         for second_pass in range(2):
+            next_row = int64(0)
             for b in range(args.num_requests):
                 prefix_start = load_index(args.kv_indptr, args.kv_indptr_words, b)
                 prefix_len = load_index(args.kv_indptr, args.kv_indptr_words, b + 1) - prefix_start
                 token_start = load_index(args.qo_indptr, args.qo_indptr_words, b)
                 num_nodes = load_index(args.qo_indptr, args.qo_indptr_words, b + 1) - token_start
                 if b % CHECK_THREADS == cuda.threadIdx.x:
-                    check_lengths(args, b, prefix_start, prefix_len, token_start, num_nodes, second_pass)
+                    check_lengths(args, b, prefix_start, prefix_len, token_start, num_nodes, next_row, second_pass)
+                if num_nodes > 0:
+                    next_row = token_start + num_nodes
                 if num_nodes > 0 and prefix_len >= 0:
                     check_slots(
                         args,

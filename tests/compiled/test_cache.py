@@ -217,6 +217,15 @@ def indexing(table):
 
 
 LONG = np.arange(5000, dtype=np.float32)
+
+
+def nested(factor, inner):
+    def score_mod(s, b, h, i, j):
+        return inner(s, b, h, i, j) * factor
+
+    return score_mod
+
+
 DIFFERENT = {
     "constant": (lambda s, b, h, i, j: s + float32(1.0), lambda s, b, h, i, j: s + float32(2.0)),
     "sign of zero": (lambda s, b, h, i, j: s * 0.0, lambda s, b, h, i, j: s * -0.0),
@@ -236,6 +245,11 @@ DIFFERENT = {
     ),
     "global": (uses_scale, with_global(uses_scale, SCALE=float32(4.0))),
     "attribute of a module": tuple(with_global(uses_module, settings=module_with(slope=x)) for x in (1.0, 2.0)),
+    "captured function of the same factory": (
+        nested(2.0, nested(3.0, helper_plus)),
+        nested(2.0, nested(5.0, helper_plus)),
+    ),
+    "tuple of tables": tuple(indexing((LONG + float32(i), LONG)) for i in range(2)),
     "inner function": (inner_plus, inner_minus),
     "global of an inner function": (inner_global, with_global(inner_global, SCALE=float32(4.0))),
     "element of a long table": (indexing(LONG), indexing(np.where(np.arange(5000) == 2500, np.float32(0), LONG))),
@@ -393,11 +407,11 @@ DAMAGE = {
     "number": lambda data: b"1",
     "list of numbers": lambda data: b"[1, 2]",
     "list of lists": lambda data: b"[[]]",
-    "one kernel missing": lambda data: json.dumps(json.loads(data)[:1]).encode(),
+    "one kernel missing": lambda data: rewritten(data, lambda kernels: kernels[:1]),
     "field missing": lambda data: without_field(data, "cubin"),
     "resources missing": lambda data: without_field(data, "resources"),
     "field too many": lambda data: changed(data, lambda kernel: kernel | {"colour": "red"}),
-    "no hex": lambda data: changed(data, lambda kernel: kernel | {"cubin": "xyz"}),
+    "no base64": lambda data: changed(data, lambda kernel: kernel | {"cubin": "xyz"}),
     "cubin is null": lambda data: changed(data, lambda kernel: kernel | {"cubin": None}),
     "resources are null": lambda data: changed(data, lambda kernel: kernel | {"resources": None}),
     "parameters are numbers": lambda data: changed(data, lambda kernel: kernel | {"parameters": [1]}),
@@ -406,8 +420,14 @@ DAMAGE = {
 }
 
 
+def rewritten(data, change):
+    """The file with other kernels under the old checksum."""
+    checksum, text = data.split(b"\n", 1)
+    return checksum + b"\n" + json.dumps(change(json.loads(text))).encode()
+
+
 def changed(data, change):
-    return json.dumps([change(kernel) for kernel in json.loads(data)]).encode()
+    return rewritten(data, lambda kernels: [change(kernel) for kernel in kernels])
 
 
 def without_field(data, name):
@@ -415,12 +435,8 @@ def without_field(data, name):
 
 
 def flipped(data):
-    def flip(kernel):
-        digits = list(kernel["cubin"])
-        digits[100] = f"{int(digits[100], 16) ^ 1:x}"
-        return kernel | {"cubin": "".join(digits)}
-
-    return changed(data, flip)
+    """A cubin that decodes, but is another."""
+    return changed(data, lambda k: k | {"cubin": ("B" if k["cubin"][0] == "A" else "A") + k["cubin"][1:]})
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
@@ -446,6 +462,21 @@ def test_default_place(monkeypatch, tmp_path):
         assert cache_directory() == tmp_path / ".cache" / "nbverify"
 
 
+def test_relative_places_are_ignored(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    assert cache_directory() == tmp_path / ".cache" / "nbverify"
+
+
+def test_a_user_without_a_home(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr("pathlib.Path.home", no_home)
+    assert cache_directory().name == f"nbverify-{os.getuid()}"
+
+
 def test_a_file_where_the_directory_should_be(compiled, cache_home):
     cache_home.write_text("in the way")
     assert len(compile_spec(SPEC, TARGET)) == NUM_KERNELS
@@ -466,7 +497,7 @@ def test_read_only_directory(compiled, mode):
     assert files() == []
 
 
-@pytest.mark.parametrize("call", ["tempfile.NamedTemporaryFile", "os.replace", "pathlib.Path.mkdir"])
+@pytest.mark.parametrize("call", ["pathlib.Path.write_text", "os.replace", "pathlib.Path.mkdir"])
 def test_every_step_of_writing_may_be_refused(compiled, call, monkeypatch):
     """What a read-only file system, a full disk or a quota does; also for root.  And nothing is left behind."""
 

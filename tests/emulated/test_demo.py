@@ -74,8 +74,8 @@ def test_a_failed_check_is_exit_code_1(capsys, monkeypatch, layer):
 
 
 def test_wrong_number_of_nodes(capsys):
-    for nodes in ("0", "18"):
-        assert main(["demo", "--device", "emulator", "--nodes", nodes]) == 1
+    for nodes in ("0", "-1", "18"):
+        assert main(["demo", "--device", "emulator", "--nodes", nodes]) == 2
         assert f"--nodes: expected 1 to 17, the nodes of the packaged tree, got {nodes}" in capsys.readouterr().err
 
 

@@ -53,19 +53,20 @@ def test_no_command_is_wrong_usage(capsys):
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error, line", [
-    (nv.ArgumentError("q", "float16", "float64"), "error: q: expected float16, got float64\n"),
-    (nv.DriverError("cuInit: no [red]"), "error: cuInit: no [red]\n"),
-    (FileNotFoundError(2, "No such file or directory", "/no/file"), "error: /no/file: No such file or directory\n"),
-    (ImportError("Numba needs NumPy 2.4 or less.\nMore."),
+@pytest.mark.parametrize("error, code, line", [
+    (nv.ArgumentError("q", "float16", "float64"), 2, "error: q: expected float16, got float64\n"),
+    (nv.DriverError("cuInit: no [red]"), 1, "error: cuInit: no [red]\n"),
+    (nv.DeviceInputError("kv_indptr"), 1, "error: kv_indptr\n"),  # a ValueError too, but no wrong usage
+    (FileNotFoundError(2, "No such file or directory", "/no/file"), 1, "error: /no/file: No such file or directory\n"),
+    (ImportError("Numba needs NumPy 2.4 or less.\nMore."), 1,
      "error: Numba needs NumPy 2.4 or less. (type `nbverify doctor` to see what is wrong with this installation)\n"),
 ])  # fmt: skip
-def test_an_error_is_one_line_and_exit_code_1(monkeypatch, capsys, error, line):
+def test_an_error_is_one_line_and_an_exit_code(monkeypatch, capsys, error, code, line):
     def run(arguments):
         raise error
 
     monkeypatch.setattr(cli, "run_doctor", run)
-    assert main(["doctor"]) == 1
+    assert main(["doctor"]) == code
     assert capsys.readouterr() == ("", line)
 
 
@@ -110,6 +111,13 @@ def test_unknown_preset_names_all():
         presets.preset("gpt")
 
 
+def test_another_dtype_as_the_head_of_presets_says():
+    spec = replace(presets.preset("qwen3-8b"), dtype="float16", kv_dtype=None)
+    assert (spec.dtype, spec.kv_dtype) == ("float16", "float16")
+    assert 'dtype="float16", kv_dtype=None' in presets.__doc__
+    assert spec_of("--preset", "qwen3-8b", "--dtype", "float16") == spec
+
+
 # --- compile: the spec ------------------------------------------------------------------------------------------------
 
 
@@ -136,17 +144,36 @@ def test_flags_make_a_spec():
     (["--mla", "1,2"], "--mla: expected HEADS or HEADS,DQK,DV"),
     (["--gqa", "6,2"], "--gqa: expected HQ,HKV,D"),
     (["--gqa", "6,2,0"], "head_dim_qk: expected"),
-    (["--kernel", "magic"], "kernel: expected one of"),
+    (["--dtype", "float16", "--kv-dtype", "bfloat16"], "kv_dtype: expected"),
+    (["--max-requests", "0"], "max_requests: expected"),
     (["--cc", "7.0"], "cc: expected 8.0 or higher"),
     (["--cc", "x"], "cc: expected a compute capability"),
 ])  # fmt: skip
 def test_wrong_flags(capsys, flags, words):
-    assert main(["compile", "--cc", "9.0", *flags]) == 1
+    assert main(["compile", "--cc", "9.0", *flags]) == 2
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["preset", "dtype", "kv-dtype", "mask", "split", "reduction", "kernel"])
+def test_choices_are_named(capsys, flag):
+    with pytest.raises(SystemExit) as stop:
+        main(["compile", "--cc", "9.0", f"--{flag}", "magic"])
+    assert stop.value.code == 2
+    choices = presets.PRESETS if flag == "preset" else cli.CHOICES[flag.replace("-", "_")]
+    error = capsys.readouterr().err
+    assert f"argument --{flag}: invalid choice: 'magic'" in error and all(choice in error for choice in choices)
+
+
+def test_every_choice_is_one_of_the_spec():
+    for name, choices in cli.CHOICES.items():
+        for choice in choices:
+            dtype = ["--dtype", "float16"] if (name, choice) == ("kv_dtype", "float16") else []
+            assert getattr(spec_of(f"--{name.replace('_', '-')}", choice, *dtype), name) == choice
+
+
 @pytest.mark.parametrize("flags", [["compile"], ["compile", "--cc", "9.0", "--mla", "1", "--gqa", "1,1,16"],
-                                   ["compile", "--cc", "9.0", "--mla", "a"], ["demo", "--seed", "-1"]])  # fmt: skip
+                                   ["compile", "--cc", "9.0", "--mla", "a"], ["demo", "--seed", "-1"],
+                                   ["demo", "--reduction", "none"]])  # fmt: skip
 def test_wrong_usage(flags, capsys):
     with pytest.raises(SystemExit) as stop:
         main(flags)
@@ -249,7 +276,7 @@ def test_report(fake_compiler, capsys):
     rows = {line[:24].strip(): line[24:].split() for line in capsys.readouterr().out.splitlines()[2:]}
     dynamic = geo.simt_geometry(presets.preset("kimi-k2.6-tp8")).shared_bytes(presets.MAX_REQUESTS)
     assert rows["registers"] == ["168", "168"]
-    assert rows["spills, bytes"] == rows["local arrays, bytes"] == ["0", "0"]
+    assert rows["spills, bytes"] == rows["local memory, bytes"] == ["0", "0"]
     assert rows["blocks per SM, estimate"] == ["1", "2"]  # of 100 and 228 KiB
     assert rows["dynamic shared, bytes"] == [f"{dynamic:,}"] * 2
     assert rows["cooperative launch"] == ["yes", "yes"]
@@ -277,8 +304,24 @@ def test_output_files(fake_compiler, capsys, tmp_path):
         "two.nbverify_verify_split.sm_90a.cubin": b"verify_split",
         "two.nbverify_verify_merge.sm_90a.cubin": b"verify_merge",
     }
-    assert main(["compile", "--cc", "12.0", "--ptx", str(tmp_path / "no" / "file")]) == 1
-    assert "No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--ptx", "--cubin"])
+@pytest.mark.parametrize("name", ["no/file", "", "file/file"])
+def test_an_output_that_cannot_be_is_refused_before_compiling(monkeypatch, capsys, tmp_path, flag, name):
+    monkeypatch.setattr(compile, "compile_spec", lambda *_, **__: pytest.fail("compiled"))
+    (tmp_path / "file").touch()
+    assert main(["compile", "--cc", "12.0", flag, str(tmp_path / name)]) == 2
+    assert f"{flag}: expected a file in a directory that exists, got {tmp_path / name}" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_written_is_exit_code_1(fake_compiler, monkeypatch, capsys, tmp_path):
+    def write_bytes(path, data):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    assert main(["compile", "--cc", "12.0", "--ptx", str(tmp_path / "file")]) == 1
+    assert f"error: {tmp_path / 'file'}: No space left on device" in capsys.readouterr().err
 
 
 # (cc, threads, registers, shared bytes) -> blocks, by the occupancy calculator's rules

@@ -1,19 +1,24 @@
 """The doctor's verdict on made-up machines: each fault is named, with what to type; and on this one."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from nbverify import doctor, presets
+from nbverify import compile, doctor, presets
 from nbverify.cli import main
 from nbverify.doctor import FAIL, OK, WARN, Facts, Gpu
 
-PYPROJECT = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[2]
+PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 
 RTX_PRO_6000 = Gpu(0, "NVIDIA RTX PRO 6000 Blackwell", (12, 0), 188, 101_376, True)
+H200 = Gpu(0, "NVIDIA H200", (9, 0), 132, 232_448, True)
 WITH_GPU = Facts(
     python=(3, 12, 3),
     versions={name: "1.0" for name in doctor.PACKAGES} | {"numpy": "2.4.6", "numba-cuda": "0.30.4"},
@@ -134,17 +139,31 @@ FAULTS = {
         replace(
             WITH_GPU, driver_cuda=(12, 4), toolkit_version=(13, 1), cupy_packages=("cupy-cuda12x 13.6.0",)
         ),
-        "driver for toolkit",
+        "driver version",
         FAIL,
         ["driver supports CUDA 12.4", "toolkit is CUDA 13.1", "PTX"],
         "pip install 'nbverify[cu12]'",
     ),
     "very old driver": (
         replace(WITH_GPU, driver_cuda=(11, 8)),
-        "driver for toolkit",
+        "driver version",
         FAIL,
-        ["11.8", "12.9"],
-        "upgrade NVIDIA's driver",
+        ["CUDA 11.8", "12.4 or newer"],
+        "sudo apt install nvidia-driver-580",
+    ),
+    "driver without cuFuncLoad": (
+        replace(WITH_GPU, driver_cuda=(12, 3), cupy_packages=("cupy-cuda12x 13.6.0",)),
+        "driver version",
+        FAIL,
+        ["CUDA 12.3", "12.4 or newer", "cuFuncLoad"],
+        "sudo apt install nvidia-driver-580   # or any driver from 550 on",
+    ),
+    "the same, and no toolkit version": (
+        replace(WITH_GPU, driver_cuda=(12, 3), toolkit_version=None, cupy_packages=("cupy-cuda12x 13.6.0",)),
+        "driver version",
+        FAIL,
+        ["CUDA 12.3", "12.4 or newer"],
+        "sudo apt install nvidia-driver-580",
     ),
     "toolkit that does not know the GPU": (
         replace(WITH_GPU, toolkit_version=(12, 4)),
@@ -197,17 +216,59 @@ FAULTS = {
         "pip install 'nbverify[cu13]' --force-reinstall",
     ),
     "override for another GPU": (
-        replace(WITH_GPU, override="9.0"),
+        replace(WITH_GPU, override="9.0", override_cc=(9, 0)),
         "NUMBA_FORCE_CUDA_CC",
         FAIL,
-        ["9.0", "sm_120"],
+        ["9.0", "will not load", "sm_120"],
         "unset NUMBA_FORCE_CUDA_CC",
+    ),
+    "override for a newer GPU": (
+        replace(WITH_GPU, override="12.1", override_cc=(12, 1)),
+        "NUMBA_FORCE_CUDA_CC",
+        FAIL,
+        ["12.1", "will not load", "sm_120"],
+        "unset NUMBA_FORCE_CUDA_CC",
+    ),
+    "override for this GPU": (
+        replace(WITH_GPU, gpus=(H200,), override="9.0", override_cc=(9, 0)),
+        "NUMBA_FORCE_CUDA_CC",
+        WARN,
+        ["9.0: kernels are compiled for it, without"],
+        "unset NUMBA_FORCE_CUDA_CC",
+    ),
+    "override of before 8.0": (
+        replace(WITHOUT_GPU, override="7.5", override_cc=(7, 5)),
+        "NUMBA_FORCE_CUDA_CC",
+        FAIL,
+        ["7.5", "8.0 or higher"],
+        "unset NUMBA_FORCE_CUDA_CC",
+    ),
+    "override that numba does not take": (
+        replace(WITH_GPU, override="sm_120", override_error="expected ..., got 'sm_120'"),
+        "NUMBA_FORCE_CUDA_CC",
+        FAIL,
+        ["expected ..., got 'sm_120'"],
+        "unset NUMBA_FORCE_CUDA_CC   # or write it as in 12.0",
+    ),
+    "numba's simulator": (
+        replace(WITHOUT_GPU, simulator="1"),
+        "NUMBA_ENABLE_CUDASIM",
+        FAIL,
+        ["1: numba's simulator replaces numba.cuda", "emulator"],
+        "unset NUMBA_ENABLE_CUDASIM",
     ),
     "cache that cannot be written": (
         replace(WITH_GPU, cache_error="Read-only file system"),
         "cache",
         WARN,
         ["/home/me/.cache/nbverify", "Read-only"],
+        "export XDG_CACHE_HOME",
+    ),
+    "no cache directory": (
+        replace(WITH_GPU, cache_path="", cache_error="RuntimeError: Could not determine home directory."),
+        "cache",
+        WARN,
+        ["its directory cannot be used (RuntimeError: Could"],
         "export XDG_CACHE_HOME",
     ),
 }  # fmt: skip
@@ -233,7 +294,7 @@ def test_one_fault_gives_one_finding():
     spread = {  # one cause that two findings show
         "numpy 2.5": {"numpy", "numba-cuda"},
         "numpy 2.5 explains numba": {"numpy", "numba-cuda"},
-        "very old driver": {"driver for toolkit", "CuPy"},
+        "very old driver": {"driver version", "CuPy"},
         "toolkit that does not know the GPU": {"GPU 0"},
     }
     for fault, (facts, name, *_) in FAULTS.items():
@@ -244,6 +305,140 @@ def test_hidden_gpus_are_no_fault():
     hidden = replace(WITH_GPU, gpus=(), driver_code=100, driver_error="cuInit: NO_DEVICE", visible_devices="")
     assert statuses(hidden) == {}
     assert "CUDA_VISIBLE_DEVICES" in finding(hidden, "driver").detail
+
+
+def test_an_old_driver_without_a_gpu_is_no_fault():
+    old = replace(WITHOUT_GPU, driver_missing=False, driver_code=100, driver_cuda=(11, 8))
+    assert statuses(old) == {}
+
+
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_a_simulator_that_is_off(value):
+    assert finding(replace(WITH_GPU, simulator=value), "NUMBA_ENABLE_CUDASIM").status == OK
+
+
+def test_an_override_loads_on_later_minors_of_its_major():
+    def status(cc: tuple[int, int], gpu: tuple[int, int]) -> str:
+        facts = replace(WITH_GPU, gpus=(replace(H200, cc=gpu),), override="x", override_cc=cc)
+        return finding(facts, "NUMBA_FORCE_CUDA_CC").status
+
+    assert status((8, 0), (8, 9)) == status((8, 9), (8, 9)) == WARN
+    assert status((8, 9), (8, 6)) == status((8, 0), (9, 0)) == status((9, 0), (8, 9)) == FAIL
+
+
+@pytest.mark.parametrize("value, cc", [("9.0", (9, 0)), ("12.0", (12, 0)), ("", None),
+                                       ("90", None), ("sm_90", None), ("9.0a", None)])  # fmt: skip
+def test_the_override_is_read_as_numba_reads_it(monkeypatch, value, cc):
+    monkeypatch.setenv("NUMBA_FORCE_CUDA_CC", value)
+    facts = doctor.gather_facts()
+    assert (facts.override, facts.override_cc) == (value, cc)
+    fields = {name: getattr(facts, name) for name in ("override", "override_cc", "override_error")}
+    found = finding(replace(WITHOUT_GPU, **fields), "NUMBA_FORCE_CUDA_CC")
+    if cc or not value:
+        assert facts.override_error is None and found.status == (WARN if cc else OK)
+    else:
+        assert found.status == FAIL and "major.minor" in found.detail and repr(value) in found.detail
+
+
+def test_the_simulator_is_seen(monkeypatch):
+    monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
+    assert finding(doctor.gather_facts(), "NUMBA_ENABLE_CUDASIM").status == FAIL
+
+
+# --- a doctor does not die -------------------------------------------------------------------------------------------
+
+
+def refuse(name: str):
+    def function(*_, **__):
+        raise PermissionError(13, "Permission denied", name)
+
+    return function
+
+
+@pytest.mark.parametrize("owner, name", [(doctor.os, "scandir"), (Path, "mkdir"),
+                                         (doctor.tempfile, "NamedTemporaryFile")])  # fmt: skip
+def test_a_cache_that_is_not_ours(monkeypatch, tmp_path, owner, name):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(owner, name, refuse(name))
+    fields = doctor._look_at_cache()
+    assert fields == {"cache_path": str(tmp_path / "nbverify"), "cache_error": "Permission denied"}
+    found = finding(replace(WITH_GPU, **fields), "cache")
+    assert found.status == WARN and f"{tmp_path / 'nbverify'} cannot be used (Permission denied)" in found.detail
+
+
+def test_a_cache_that_changes_meanwhile(monkeypatch, tmp_path):
+    class Gone:
+        name = "kernel.json"
+
+        def stat(self):
+            raise FileNotFoundError(2, "No such file or directory", self.name)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(doctor.os, "scandir", lambda _: [Gone()])
+    assert doctor._look_at_cache() == {"cache_path": str(tmp_path / "nbverify"), "cache_files": 1, "cache_bytes": 0}
+
+
+def test_a_cache_is_counted(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "nbverify").mkdir()
+    for name, size in (("a.json", 3), ("b.json", 4), ("c.tmp", 8)):
+        (tmp_path / "nbverify" / name).write_bytes(bytes(size))
+    assert doctor._look_at_cache() == {"cache_path": str(tmp_path / "nbverify"), "cache_files": 2, "cache_bytes": 7}
+
+
+def test_no_home_directory(monkeypatch, tmp_path):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setattr(doctor.tempfile, "tempdir", str(tmp_path))
+    fields = doctor._look_at_cache()  # compile.cache_directory() has another place
+    assert Path(fields["cache_path"]).parent == tmp_path and "cache_error" not in fields
+
+    monkeypatch.setattr(compile, "cache_directory", no_home)
+    assert doctor._look_at_cache() == {
+        "cache_path": "",
+        "cache_error": "RuntimeError: Could not determine home directory.",
+    }
+
+
+def test_directories_that_are_not_ours(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refuse("stat"))
+        in_use = doctor._mps_in_use()
+    assert in_use is False
+
+
+def test_half_removed_packages(monkeypatch):
+    class Broken:
+        @property
+        def metadata(self):
+            raise KeyError("Name")
+
+    def broken(name):
+        raise KeyError("Version")
+
+    monkeypatch.setattr(doctor.importlib.metadata, "distributions", lambda: [Broken()])
+    monkeypatch.setattr(doctor.importlib.metadata, "version", broken)
+    assert doctor._cupy_packages() == () and doctor._version("numpy") is None
+
+
+@pytest.mark.parametrize("variables, blocked, words", [
+    ({"HOME": "/dev/null", "XDG_CACHE_HOME": ""}, [], "cannot be used (Not a directory)"),
+    ({"NUMBA_FORCE_CUDA_CC": "90"}, [], "unset NUMBA_FORCE_CUDA_CC"),
+    ({"NUMBA_ENABLE_CUDASIM": "1"}, [], "unset NUMBA_ENABLE_CUDASIM"),
+    ({}, ["numpy"], "cannot be imported"),
+])  # fmt: skip
+def test_command_on_a_broken_machine(tmp_path, variables, blocked, words):
+    """In a process of its own: a report, exit code 0 or 1, and nothing on stderr."""
+    code = (
+        f"import sys; sys.modules |= dict.fromkeys({blocked}); from nbverify import cli; sys.exit(cli.main(['doctor']))"
+    )
+    environment = os.environ | {"COLUMNS": "300", "XDG_CACHE_HOME": str(tmp_path)} | variables
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stderr == "" and done.returncode in (0, 1)
+    assert words in done.stdout and done.stdout.splitlines()[-1].startswith(("ready", "broken"))
 
 
 def test_a_share_of_a_gpu_is_mentioned():
@@ -386,4 +581,4 @@ def test_command_json(monkeypatch, capsys):
     assert record["ok"] is False
     assert record["facts"]["driver_cuda"] == [12, 4]
     (found,) = [f for f in record["findings"] if f["status"] == "fail"]
-    assert found["name"] == "driver for toolkit" and "nbverify[cu12]" in found["fix"]
+    assert found["name"] == "driver version" and "nbverify[cu12]" in found["fix"]

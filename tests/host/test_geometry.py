@@ -33,13 +33,13 @@ def spec_of(dims, heads=8, **options):
 
 
 def shared_bytes_by_hand(spec):
-    """16 query rows, 32 keys, their weights, float32 outputs, and the work table: bytes, written out."""
+    """16 query rows, 32 keys, their weights, states and float32 outputs, and the work table: bytes, written out."""
     rows, keys = 16, 32
     q = rows * 2 * spec.head_dim_qk
     k = keys * (2 * spec.head_dim_qk + 4)  # a word of padding; fp8 is widened on the way in
     v = 0 if spec.shared_kv else keys * 2 * spec.head_dim_v
-    weights, out = 4 * rows * keys, 4 * rows * spec.head_dim_v
-    return q + k + v + weights + out + 2 * 8 * (spec.max_requests + 1)
+    weights, states, out = 4 * rows * keys, 4 * rows * 2, 4 * rows * spec.head_dim_v
+    return q + k + v + weights + states + out + 2 * 8 * (spec.max_requests + 1)
 
 
 @pytest.mark.parametrize("dims", SHAPES.values(), ids=SHAPES.keys())
@@ -81,6 +81,7 @@ def test_shared_arrays_do_not_overlap(dims):
         (g.k_offset, 32 * g.k_stride),
         *([] if spec.shared_kv else [(g.v_offset, 32 * g.v_stride)]),
         (g.weights_offset, 16 * 32),
+        (g.states_offset, 16 * 2),
         (g.o_offset, 16 * spec.head_dim_v),
         (g.table_offset, 0),
     ]

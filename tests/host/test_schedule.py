@@ -1,4 +1,4 @@
-"""How work is split: every key tile of every row unit is walked once, and no two partial states share a slot.
+"""How work is split: every key tile of every row unit is walked once, and no two partial states share a number.
 
 Arithmetic is tested as plain Python, exhaustively; the split policies by running their device functions in the
 emulator, which needs no keys and no values: a kernel here only writes down the segments it would walk.
@@ -31,7 +31,7 @@ def ceil_div(a, b):
 
 
 def test_blocks_share_a_line_without_gap_or_overlap():
-    """For all totals <= 60 and grids <= 40 with as many items as blocks, which ``num_active_blocks`` sees to."""
+    """For all totals <= 60 and grids <= 40 with as many items as blocks, which ``share`` sees to."""
     for total in range(1, 61):
         for blocks in range(1, min(total, 40) + 1):
             begins = [block_begin(total, blocks, k) for k in range(blocks + 1)]
@@ -90,7 +90,7 @@ def test_upper_request_is_searchsorted():
 
 
 FIELDS = contract.args_class()._fields
-Args = namedtuple("Args", (*FIELDS, "table_out", "found", "counts"))
+Args = namedtuple("Args", (*FIELDS, "table_out", "shares", "found", "states", "counts"))
 MAX_SEGMENTS = 4096
 
 
@@ -174,72 +174,90 @@ def test_requests_of_any_lengths_are_clamped(dtypes):
 # ---- the split policies, in the emulator
 
 
+REQUEST_VALUES, SEGMENT_VALUES, STATES_VALUES = 6, 13, 5
+
+
 def make_writer(policy):
-    """A kernel that writes down its work table, its segments, and then the partial states of all units."""
-    prepare, segment_at, num_active_blocks, unit_partials = policy
+    """A kernel that writes down its work table, its share and segments, and then the partial states of all units."""
 
     def write_schedule(args):
         table = cuda.shared.array(0, int64)
-        prepare(args, table)
+        policy.prepare(args, table)
         if cuda.threadIdx.x == 0:
             num_requests, block = args.num_requests, int64(cuda.blockIdx.x)
             entries = 2 * (num_requests + 1)
             for i in range(entries):
                 args.table_out[block * entries + i] = table[i]
-            blocks, num_items = num_active_blocks(args, table), table[num_requests]
+            position, end = policy.share(args, table)
+            args.shares[2 * block], args.shares[2 * block + 1] = position, end
             count = 0
-            if block < blocks:
-                position, end = block_begin(num_items, blocks, block), block_begin(num_items, blocks, block + 1)
-                while position < end:
-                    segment = segment_at(args, table, position, end)
-                    for i in range(7):
-                        args.found[(block * MAX_SEGMENTS + count) * 7 + i] = segment[i]
-                    count += 1
-                    position = segment[6]
-                args.counts[block] = position - end  # 0: stopped exactly at its end
+            while position < end:
+                segment = policy.segment_at(args, table, position, end)
+                for i, value in enumerate((*segment.request, *segment[1:])):
+                    args.found[(block * MAX_SEGMENTS + count) * SEGMENT_VALUES + i] = value
+                count += 1
+                position = segment.next_position
+            args.counts[block] = position - end  # 0: stopped exactly at its end
+            args.counts[cuda.gridDim.x + block] = count
             if block == 0:
                 for unit in range(table[2 * num_requests + 1]):
-                    partials = unit_partials(args, table, unit)
-                    for i in range(4):
-                        args.found[(cuda.gridDim.x * MAX_SEGMENTS * 7) + 4 * unit + i] = partials[i]
-            args.counts[cuda.gridDim.x + block] = count
+                    for i, value in enumerate(policy.unit_states(args, table, unit)):
+                        args.states[STATES_VALUES * unit + i] = value
 
     return write_schedule
 
 
-Segment = namedtuple("Segment", "block request unit first_tile end_tile direct slot")
-Found = namedtuple("Found", "items units segments partials")
+Segment = namedtuple("Segment", ("block", *schedule.Segment._fields))  # request: a whole Request
+Found = namedtuple("Found", "items units shares segments states")
+
+
+def unit_of(segment):
+    """The row unit that a segment is of: request number, KV head, head row of its first row."""
+    return segment.request.number, segment.kv_head, segment.first_row
 
 
 def run_schedule(spec, lengths, grid, **sizes):
-    """Work table, segments of every block in order, and partial states of every unit, for (c, n) pairs."""
+    """Work table, shares, segments of every block in order, and states of every unit, for (c, n) pairs."""
     geometry = geo.simt_geometry(spec)
     small = replace(geometry, threads=2 * WARP)  # only how many threads fill the table
-    prefix, nodes = zip(*lengths, strict=True) if lengths else ((), ())
-    kv, qo = (np.concatenate([[0], np.cumsum(x)]).astype(np.int64) for x in (prefix, nodes))
+    kv, qo = prefix_sums_of(lengths)
     sizes = {"num_indices": int(max(kv.max(), 0)), "num_tokens": int(max(qo.max(), 0))} | sizes
     entries = 2 * (len(lengths) + 1)
     args = args_of(
         spec, kv, qo, **sizes, dtypes=("int64", "int64"),
         table_out=np.full(grid * entries, -77, np.int64),
-        found=np.full(grid * MAX_SEGMENTS * 7 + 4 * 4096, -77, np.int64),
-        counts=np.zeros(2 * grid, np.int64),
+        shares=np.full(2 * grid, -77, np.int64),
+        found=np.full(grid * MAX_SEGMENTS * SEGMENT_VALUES, -77, np.int64),
+        states=np.full(STATES_VALUES * 4096, -77, np.int64),
+        counts=np.full(2 * grid, -77, np.int64),
     )  # fmt: skip
     body = make_writer(schedule.make_schedule(spec, small))
     nv.Emulator().launch(body, args, grid=grid, block=small.threads, shared_bytes=8 * entries, name="write_schedule")
     tables = args.table_out.reshape(grid, 2, -1)
     assert (tables == tables[0]).all(), "every block has the same table"
     assert (args.counts[:grid] == 0).all(), "a block went past the end of its share"
-    rows = args.found[: grid * MAX_SEGMENTS * 7].reshape(grid, MAX_SEGMENTS, 7)
-    segments = [Segment(k, *row[:6]) for k in range(grid) for row in rows[k, : args.counts[grid + k]].tolist()]
+    rows = args.found.reshape(grid, MAX_SEGMENTS, SEGMENT_VALUES)
+    segments = [
+        Segment(k, schedule.Request(*row[:REQUEST_VALUES]), *row[REQUEST_VALUES:])
+        for k in range(grid)
+        for row in rows[k, : args.counts[grid + k]].tolist()
+    ]
     num_units = int(tables[0, 1, -1])
-    partials = args.found[grid * MAX_SEGMENTS * 7 :][: 4 * num_units].reshape(-1, 4).tolist()
-    return Found(tables[0, 0].tolist(), tables[0, 1].tolist(), segments, partials)
+    states = [schedule.UnitStates(*row) for row in args.states.reshape(-1, STATES_VALUES)[:num_units].tolist()]
+    shares = args.shares.reshape(grid, 2).tolist()
+    return Found(tables[0, 0].tolist(), tables[0, 1].tolist(), shares, segments, states)
 
 
-def expected_units(spec, c, n):
-    geometry = geo.simt_geometry(spec)
-    return spec.num_kv_heads * ceil_div(n * spec.group, geometry.rows_per_tile)
+def prefix_sums_of(lengths):
+    """kv_indptr and qo_indptr of (c, n) pairs."""
+    prefix, nodes = zip(*lengths, strict=True) if lengths else ((), ())
+    return tuple(np.concatenate([[0], np.cumsum(x)]).astype(np.int64) for x in (prefix, nodes))
+
+
+def expected_units(spec, n):
+    """(KV head, first head row) of the row units of a request of n nodes, in the order of the line."""
+    rows = geo.simt_geometry(spec).rows_per_tile
+    return [(kv_head, row) for row in range(0, n * spec.group, rows) for kv_head in range(spec.num_kv_heads)]
 
 
 def expected_tiles(c, n):
@@ -247,53 +265,57 @@ def expected_tiles(c, n):
 
 
 def check(spec, lengths, grid):
-    """Everything that must hold, by the definition of unit, item, segment and slot."""
+    """Everything that must hold, by the definition of unit, item, segment and state."""
     geometry = geo.simt_geometry(spec)
     lengths = list(lengths)
     found = run_schedule(spec, lengths, grid)
-    units = [expected_units(spec, c, n) for c, n in lengths]
+    units = [expected_units(spec, n) for _, n in lengths]
     tiles = [expected_tiles(c, n) for c, n in lengths]
     max_splits = geo.max_splits(spec, geometry)
     chunks = [max(MIN_CHUNK_TILES, ceil_div(t, max_splits)) for t in tiles]
     per_unit = [ceil_div(t, k) for t, k in zip(tiles, chunks, strict=True)] if spec.split == "fixed" else tiles
-    items = [u * i for u, i in zip(units, per_unit, strict=True)]
-    assert found.units == [0, *np.cumsum(units).tolist()][: len(lengths) + 1]
+    items = [len(u) * i for u, i in zip(units, per_unit, strict=True)]
+    assert found.units == [0, *np.cumsum([len(u) for u in units]).tolist()][: len(lengths) + 1]
     assert found.items == [0, *np.cumsum(items).tolist()][: len(lengths) + 1]
 
     # Every tile of every unit once, in the order of the line; balanced to within one item.
-    walked = [(s.request, s.unit, tile) for s in found.segments for tile in range(s.first_tile, s.end_tile)]
-    assert walked == [(b, u, t) for b in range(len(lengths)) for u in range(units[b]) for t in range(tiles[b])]
+    all_units = [(b, *unit) for b in range(len(lengths)) for unit in units[b]]
+    walked = [(*unit_of(s), tile) for s in found.segments for tile in range(s.first_tile, s.end_tile)]
+    assert walked == [(*unit, tile) for unit in all_units for tile in range(tiles[unit[0]])]
+    kv, qo = (x.tolist() for x in prefix_sums_of(lengths))
     shares = [0] * grid
     for s in found.segments:
+        b = s.request.number
+        assert s.request == (b, *clamped(spec, kv[b], lengths[b][0], qo[b], lengths[b][1], kv[-1], qo[-1]))
         assert s.first_tile < s.end_tile
         shares[s.block] += 1 if spec.split == "fixed" else s.end_tile - s.first_tile
-        assert bool(s.direct) == (s.end_tile - s.first_tile == tiles[s.request])
+        assert bool(s.direct) == (s.end_tile - s.first_tile == tiles[b])
         if spec.split == "fixed":
-            assert s.first_tile % chunks[s.request] == 0
-            assert s.end_tile == min(tiles[s.request], s.first_tile + chunks[s.request])
+            assert s.first_tile % chunks[b] == 0
+            assert s.end_tile == min(tiles[b], s.first_tile + chunks[b])
+    assert [end - position for position, end in found.shares] == shares
     total = sum(items)
     busy = min(grid, total)
     if busy:
         assert set(shares[:busy]) <= {total // busy, ceil_div(total, busy)} and not any(shares[busy:])
+        assert found.shares[:busy] == [list(cut) for cut in itertools.pairwise(np.cumsum([0, *shares[:busy]]).tolist())]
 
-    # Slots: unique, inside the workspace, and found again by the merge, in the order of the keys.
-    written = {}
+    # Numbers of states: unique, inside the workspace, and found again by the merge, in the order of the keys.
+    written = set()
     for s in found.segments:
         if not s.direct:
-            assert s.slot not in written, "two segments share a slot"
-            written[s.slot] = s
-            assert 0 <= s.slot < geo.num_partials(spec, geometry, grid)
-    index = 0
-    for b, count in enumerate(units):
-        for unit in range(count):
-            request, its_unit, first_slot, num_states = found.partials[index]
-            assert (request, its_unit) == (b, unit)
-            mine = [s for s in found.segments if (s.request, s.unit) == (b, unit)]
-            assert num_states == len(mine)
-            if num_states > 1:
-                assert [s.slot for s in mine] == list(range(first_slot, first_slot + num_states))
-            index += 1
-    assert index == len(found.partials)
+            assert s.state not in written, "two segments share a state"
+            written.add(s.state)
+            assert 0 <= s.state < geo.num_partials(spec, geometry, grid)
+    assert [(u.request, u.kv_head, u.first_row) for u in found.states] == all_units
+    of_unit = {unit: [] for unit in all_units}
+    for s in found.segments:
+        of_unit[unit_of(s)].append(s.state)
+    for u in found.states:
+        mine = of_unit[u.request, u.kv_head, u.first_row]
+        assert u.num_states == len(mine)
+        if u.num_states > 1:
+            assert mine == list(range(u.first_state, u.first_state + u.num_states))
     return found
 
 
@@ -364,10 +386,11 @@ def test_padding_row_has_one_tile_and_is_written_by_somebody(split):
     """A negative prefix length: its zeros are work, its keys are not."""
     spec = spec_of(split)
     found = run_schedule(spec, [(700, 5), (-3, 4), (90, 2)], 3, num_indices=900, num_tokens=11)
-    mine = [s for s in found.segments if s.request == 1]
-    assert [(s.unit, s.first_tile, s.end_tile, bool(s.direct)) for s in mine] == [
-        (unit, 0, 1, True) for unit in range(expected_units(spec, -3, 4))
+    mine = [s for s in found.segments if s.request.number == 1]
+    assert [(s.kv_head, s.first_row, s.first_tile, s.end_tile, bool(s.direct)) for s in mine] == [
+        (*unit, 0, 1, True) for unit in expected_units(spec, 4)
     ]
+    assert {s.request for s in mine} == {(1, 700, 0, 5, 4, 0)}
 
 
 def test_fixed_cuts_depend_on_nothing_but_the_request():
@@ -376,10 +399,11 @@ def test_fixed_cuts_depend_on_nothing_but_the_request():
 
     def cuts(lengths, which, grid, spec=spec):
         found = check(spec, lengths, grid)
-        return [(s.unit, s.first_tile, s.end_tile, bool(s.direct)) for s in found.segments if s.request == which]
+        mine = [s for s in found.segments if s.request.number == which]
+        return [(s.kv_head, s.first_row, s.first_tile, s.end_tile, bool(s.direct)) for s in mine]
 
     alone = cuts([(4321, 9)], 0, 1)
-    assert len(alone) > 2 * expected_units(spec, 4321, 9)
+    assert len(alone) > 2 * len(expected_units(spec, 9))
     assert cuts([(4321, 9)], 0, 11) == alone
     assert cuts([(7, 1), (4321, 9), (9000, 24)], 1, 5) == alone
     assert cuts([(4321, 9)], 0, 4, replace(spec, max_requests=1)) == alone
@@ -392,7 +416,7 @@ def test_a_unit_that_one_block_walks_alone_still_has_its_chunks():
     assert len(found.segments) > 1 and not any(s.direct for s in found.segments)
 
 
-def test_balanced_leaves_fewer_partials_than_blocks_and_units():
+def test_balanced_leaves_fewer_states_than_blocks_and_units():
     spec = spec_of("balanced")
     for grid in (2, 5, 9):
         found = check(spec, [(3000, 24), (5, 1), (700, 13)], grid)
@@ -418,7 +442,7 @@ def test_long_lines_have_64_bit_positions():
 
 @each_split
 def test_workspace_holds_the_worst_batch_of_any_spec(split):
-    """By formula, over random specs: the largest slot of the largest batch, and the bytes."""
+    """By formula, over random specs: the largest number of a state of the largest batch, and the bytes."""
     rng = np.random.default_rng(5)
     for _ in range(500):
         kv_heads = int(rng.integers(1, 9))
@@ -427,14 +451,14 @@ def test_workspace_holds_the_worst_batch_of_any_spec(split):
             max_nodes=int(rng.integers(1, 300)), max_kv_len=int(10 ** rng.uniform(2.6, 9)),
         )  # fmt: skip
         geometry, grid = geo.simt_geometry(spec), int(rng.integers(1, 800))
-        units = spec.max_requests * expected_units(spec, 0, spec.max_nodes)
+        units = spec.max_requests * len(expected_units(spec, spec.max_nodes))
         splits = geo.max_splits(spec, geometry)
         tiles = ceil_div(spec.max_kv_len, geometry.keys_per_tile)
         assert 1 <= splits <= geo.MAX_SPLITS
         chunks = ceil_div(tiles, int(chunk_tiles_of(tiles, splits)))
-        largest_slot = units * chunks - 1 if split == "fixed" else (grid - 1) + (units - 1)
+        largest = units * chunks - 1 if split == "fixed" else (grid - 1) + (units - 1)
         partials = geo.num_partials(spec, geometry, grid)
-        assert largest_slot < partials
+        assert largest < partials
         assert partials <= units * splits if split == "fixed" else partials <= grid + units
         bytes_each = 4 * geometry.rows_per_tile * (spec.head_dim_v + 2)
         assert geo.workspace_bytes(spec, geometry, grid) == partials * bytes_each
