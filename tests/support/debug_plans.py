@@ -73,8 +73,8 @@ def test_several_findings_count_and_the_first_is_named(dev):
     bad = changed(batch, kv_indices=([3, 9, 20], [777, -5, 888]), out_cache_loc=([1, 2], [-7, 555]))
     text, _ = launch_and_check(dev, bad)
     assert text.splitlines() == [
-        f"kv_indices[3]: expected a row of the pool, got slot 777 (and 2 more)",
-        f"out_cache_loc[1]: expected a row of the pool, got slot -7 (and 1 more)",
+        "kv_indices[3]: expected a row of the pool, got slot 777 (and 2 more)",
+        "out_cache_loc[1]: expected a row of the pool, got slot -7 (and 1 more)",
     ]
     text, _ = launch_and_check(dev, bad, launches=3)
     assert "kv_indices[3]" in text and "slot 777 (and 8 more)" in text, "findings add up over launches"
