@@ -160,7 +160,7 @@ def max_splits(spec: VerifySpec, geometry: SimtGeometry) -> int:
 def num_partials(spec: VerifySpec, geometry: SimtGeometry, grid: int) -> int:
     """Partial states that one launch can leave.
 
-    balanced: a block adds one segment, and so does a row unit's start; slot = block + unit.
+    balanced: a block adds one segment, and so does a row unit's start; the state's number is block + unit.
     fixed: every row unit has at most ``max_splits`` chunks.
     """
     units = spec.max_requests * units_per_request(spec, geometry)

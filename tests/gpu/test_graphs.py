@@ -16,7 +16,7 @@ from support.streams import (
     begin_capture,
     capture,
     check,
-    end_capture,
+    end_captures,
     free_bytes,
     make_pool,
     run_python,
@@ -164,7 +164,7 @@ def test_plans_captured_at_once_on_two_streams(dev):
             begin_capture(stream.handle)
         for bound, stream in zip(bounds, streams, strict=True):
             bound.bound.launch(stream)
-        graphs = [end_capture(stream.handle, stream.synchronize) for stream in streams]
+        graphs = end_captures(streams)
     assert [graph.nodes for graph in graphs] == [ONE_KERNEL, ONE_KERNEL]
     for _ in range(1000):
         for graph in graphs:

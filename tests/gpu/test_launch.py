@@ -84,8 +84,8 @@ def test_the_grid_is_what_can_be_resident(dev, spec):
 
 
 def test_occupancy_is_asked_with_the_shared_memory_of_the_launch(dev):
-    """The work table of 6000 requests takes 96 KB, so fewer blocks fit an SM than with a small one."""
-    many = replace(BALANCED, max_requests=6000, max_nodes=1, max_kv_len=64)
+    """The work table of 8000 requests takes 128 KB: one block an SM, where a small one leaves room for two."""
+    many = replace(BALANCED, max_requests=8000, max_nodes=1, max_kv_len=64)
     assert dev.plan(many).report().blocks_per_sm < dev.plan(BALANCED).report().blocks_per_sm
     batch = random_batch(np.random.default_rng(41), many, [40, 3], [1, 1])
     result = BoundBatch(dev, dev.plan(many), batch).run()

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -122,10 +122,24 @@ def begin_capture(stream: int) -> None:
     call("cuStreamBeginCapture", drv.cuStreamBeginCapture(stream, mode))
 
 
+def end_captures(streams: Sequence[DriverStream]) -> list[Captured]:
+    """End all, then instantiate all: instantiating while another capture is open is forbidden in the strictest mode."""
+    ended = [take_graph(stream.handle) for stream in streams]
+    return [instantiate(*graph, s.handle, s.synchronize) for graph, s in zip(ended, streams, strict=True)]
+
+
 def end_capture(stream: int, wait: Callable[[], None]) -> Captured:
-    drv = driver()
+    return instantiate(*take_graph(stream), stream, wait)
+
+
+def take_graph(stream: int) -> tuple[Counter, Any]:
+    """The kinds of nodes, and the graph."""
     nodes = node_kinds(stream)
-    graph = call("cuStreamEndCapture", drv.cuStreamEndCapture(stream))
+    return nodes, call("cuStreamEndCapture", driver().cuStreamEndCapture(stream))
+
+
+def instantiate(nodes: Counter, graph: Any, stream: int, wait: Callable[[], None]) -> Captured:
+    drv = driver()
     executable = call("cuGraphInstantiate", drv.cuGraphInstantiate(graph, 0))
     call("cuGraphDestroy", drv.cuGraphDestroy(graph))
 
