@@ -25,7 +25,7 @@ import numpy as np
 
 import nbverify as nv
 from benchmarks.timing import ROOT, DeviceClock, Times, head, head_line, host_times, save
-from nbverify import reference
+from nbverify import compile, contract, launch, reference
 from nbverify.presets import preset
 
 SEED = 0
@@ -162,6 +162,22 @@ def largest_error(rng: np.random.Generator, problem: Problem) -> float:
 # ---- host
 
 
+def empty_launch(stream: int) -> Callable[[], object]:
+    """The driver's part of a launch: a cooperative kernel of the same parameters that does nothing but its barrier."""
+    from numba import cuda
+
+    def barrier(args):
+        cuda.cg.this_grid().sync()
+
+    parameters = contract.parameters(SPEC)
+    device = launch.Device(0)
+    compiled = compile.compile_body(barrier, parameters, compile.target_of(device.cc), launch_bounds=(128, 1))
+    kernel = launch.LoadedKernel(device, compiled, threads=128, shared_bytes=0)
+    block = launch.ParameterBlock(launch.ParameterLayout(parameters))
+    config, call = kernel.launch_config(device.num_sms).on(stream), launch.driver().cuLaunchKernelEx
+    return lambda: call(config, kernel.function, block.address, 0)
+
+
 def measure_calls(plan: nv.VerifyPlan, pool_bits: np.ndarray, pool: Any) -> dict[str, Times]:
     """Microseconds of every call that a server makes."""
     import cupy
@@ -176,6 +192,7 @@ def measure_calls(plan: nv.VerifyPlan, pool_bits: np.ndarray, pool: Any) -> dict
     stream, handle, sync = clock.stream, clock.stream.ptr, clock.stream.synchronize
     graph = clock.capture(bound.launch)
     times = {
+        "driver call alone": host_times(empty_launch(handle), sync),
         "launch": host_times(lambda: bound.launch(handle), sync),
         "launch (CuPy stream object)": host_times(lambda: bound.launch(stream), sync),
         "graph replay (CuPy)": host_times(lambda: graph.launch(stream), sync),

@@ -198,7 +198,7 @@ def check_parameter_block(name: str, ptx: str, parameters: tuple[Parameter, ...]
     found = [int(width) // 8 for width in re.findall(r"\.param\s+\.[a-z](\d+)", header)]
     expected = []
     for p in parameters:
-        expected += [8] * contract.slots_of(p) if p.is_array else [_itemsize(p.dtype)]
+        expected += [8] * contract.cells_of(p) if p.is_array else [_itemsize(p.dtype)]
     if found != expected:
         raise CompileError(f"{name}: expected a parameter block of widths {expected} bytes, the kernel has {found}")
 

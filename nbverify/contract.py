@@ -232,13 +232,13 @@ def args_class() -> type:
     return namedtuple("VerifyArgs", [p.name for p in parameters(any_spec)])
 
 
-ARRAY_SLOTS = 7  # what numba flattens a 1-D array into: meminfo, parent, nitems, itemsize, data, shape, stride
-DATA_SLOT = 4
+ARRAY_CELLS = 7  # what numba flattens a 1-D array into: meminfo, parent, nitems, itemsize, data, shape, stride
+DATA_CELL = 4
 
 
-def slots_of(parameter: Parameter) -> int:
-    """8-byte entries of the launch's parameter block that a field takes."""
-    return ARRAY_SLOTS if parameter.is_array else 1
+def cells_of(parameter: Parameter) -> int:
+    """8-byte cells of the launch's parameter block that a field takes."""
+    return ARRAY_CELLS if parameter.is_array else 1
 
 
 def markdown_table() -> str:

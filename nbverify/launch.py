@@ -158,6 +158,23 @@ class DeviceBuffer:
                 pass
 
 
+class LaunchConfig:
+    """A CUlaunchConfig and the stream that stands in it: setting it anew costs a tenth of a launch."""
+
+    __slots__ = ("config", "stream")
+
+    def __init__(self, config: Any):
+        self.config = config
+        self.stream: int | None = None
+
+    def on(self, stream: int) -> Any:
+        """The configuration, for a stream."""
+        if stream != self.stream:
+            self.config.hStream = stream
+            self.stream = stream
+        return self.config
+
+
 class LoadedKernel:
     """A cubin on a device, with its shared memory opted in."""
 
@@ -165,7 +182,7 @@ class LoadedKernel:
         drv = driver()
         self.compiled, self.device = compiled, device
         self.threads, self.shared_bytes = threads, shared_bytes
-        self._configs: dict[int, Any] = {}
+        self._configs: dict[int, LaunchConfig] = {}
         with device:
             result = drv.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0)
             if int(result[0]) != 0:
@@ -188,10 +205,9 @@ class LoadedKernel:
                 ),
             )
 
-    def launch_config(self, grid: int) -> Any:
-        """The driver's description of a launch, made once per grid; only its stream changes."""
-        config = self._configs.get(grid)
-        if config is None:
+    def launch_config(self, grid: int) -> LaunchConfig:
+        """The driver's description of a launch, made once per grid and shared by all binds; only its stream changes."""
+        if grid not in self._configs:
             drv = driver()
             config = drv.CUlaunchConfig()
             config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
@@ -202,8 +218,8 @@ class LoadedKernel:
                 attribute.id = drv.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
                 attribute.value.cooperative = 1
                 config.attrs, config.numAttrs = [attribute], 1
-            self._configs[grid] = config
-        return config
+            self._configs[grid] = LaunchConfig(config)
+        return self._configs[grid]
 
     def blocks_per_sm(self) -> int:
         """Co-resident blocks of this exact kernel, block size and shared memory."""
@@ -223,37 +239,37 @@ class LoadedKernel:
 
 
 class ParameterLayout:
-    """Where each field of ``args`` stands in a parameter block: 8-byte slots, in the order of the contract."""
+    """Where each field of ``args`` stands in a parameter block: 8-byte cells, in the order of the contract."""
 
     def __init__(self, parameters: tuple[Parameter, ...]):
         self.parameters = parameters
-        self.first_slot: dict[str, int] = {}
-        self.num_slots = 0
+        self.first_cell: dict[str, int] = {}
+        self.num_cells = 0
         for p in parameters:
-            self.first_slot[p.name] = self.num_slots
-            self.num_slots += contract.slots_of(p)
+            self.first_cell[p.name] = self.num_cells
+            self.num_cells += contract.cells_of(p)
 
 
 class ParameterBlock:
     """The parameters of one launch.
 
-    The driver reads ``sizeof(parameter)`` bytes at each slot (a float32 is the low half of its slot) and copies them
-    when a launch is called or captured, so a slot may be overwritten right after.
+    The driver reads ``sizeof(parameter)`` bytes at each cell (a float32 is the low half of its cell) and copies them
+    when a launch is called or captured, so a cell may be overwritten right after.
     """
 
     def __init__(self, layout: ParameterLayout):
         self.layout = layout
-        self._first_slot = layout.first_slot
-        self._slots = np.zeros(layout.num_slots, np.int64)
-        base = self._slots.ctypes.data
-        self._pointers = np.arange(base, base + 8 * layout.num_slots, 8, dtype=np.int64)
+        self._first_cell = layout.first_cell
+        self._cells = np.zeros(layout.num_cells, np.int64)
+        base = self._cells.ctypes.data
+        self._pointers = np.arange(base, base + 8 * layout.num_cells, 8, dtype=np.int64)
         self.address: int = self._pointers.ctypes.data
 
     def set_array(self, name: str, pointer: int, extent: int, itemsize: int) -> None:
         """A flat array: ``extent`` elements of ``itemsize`` bytes at ``pointer``."""
-        first = self._first_slot[name]
+        first = self._first_cell[name]
         meminfo = parent = 0  # numba's own bookkeeping, unused in kernels
-        self._slots[first : first + contract.ARRAY_SLOTS] = (
+        self._cells[first : first + contract.ARRAY_CELLS] = (
             meminfo,
             parent,
             extent,
@@ -265,16 +281,16 @@ class ParameterBlock:
 
     def set_pointer(self, name: str, pointer: int) -> None:
         """Another address for an array of the same extent."""
-        self._slots[self._first_slot[name] + contract.DATA_SLOT] = pointer
+        self._cells[self._first_cell[name] + contract.DATA_CELL] = pointer
 
     def set_integer(self, name: str, value: int) -> None:
         """An int64."""
-        self._slots[self._first_slot[name]] = value
+        self._cells[self._first_cell[name]] = value
 
     def set_float(self, name: str, value: float) -> None:
-        """A float32, in the low bytes of its slot."""
-        slot = self._first_slot[name]
-        self._slots[slot : slot + 1].view(np.float32)[0] = value
+        """A float32, in the low bytes of its cell."""
+        cell = self._first_cell[name]
+        self._cells[cell : cell + 1].view(np.float32)[0] = value
 
 
 class Launcher:
@@ -290,7 +306,7 @@ class Launcher:
         self._address = block.address
         self._keep_alive = (kernels, block)
         self._device = kernels[0].device
-        self._calls: list[tuple[Any, Any, CompiledKernel]] = []
+        self._calls: list[tuple[LaunchConfig, Any, CompiledKernel]] = []
         for kernel, grid in zip(kernels, grids, strict=True):
             if kernel.compiled.parameters != block.layout.parameters:
                 raise CompileError(
@@ -302,8 +318,7 @@ class Launcher:
     def __call__(self, stream: int) -> None:
         """Launch all kernels in order on a stream handle.  Nothing else."""
         for config, function, compiled in self._calls:
-            config.hStream = stream
-            code = self._launch(config, function, self._address, 0)[0]
+            code = self._launch(config.on(stream), function, self._address, 0)[0]
             if code:
                 raise DriverError(self._explain(code, compiled))
 

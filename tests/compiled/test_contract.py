@@ -187,22 +187,22 @@ def test_a_kernel_keeps_the_parameters_it_was_compiled_for(name):
 
 
 def packed(fill):
-    """The values of a parameter block's slots, read the way the driver does: through the array of pointers."""
+    """The values of a parameter block's cells, read the way the driver does: through the array of pointers."""
     layout = launch.ParameterLayout(PARAMETERS)
     block = launch.ParameterBlock(layout)
     fill(block)
-    pointers = (ctypes.c_uint64 * layout.num_slots).from_address(block.address)
+    pointers = (ctypes.c_uint64 * layout.num_cells).from_address(block.address)
     return [(ctypes.c_char * 8).from_address(p).raw for p in pointers]
 
 
-def test_a_slot_for_each_parameter_of_the_entry_point(tiny_kernel):
-    slots = packed(lambda block: None)
+def test_a_cell_for_each_parameter_of_the_entry_point(tiny_kernel):
+    cells = packed(lambda block: None)
     header = tiny_kernel.ptx[tiny_kernel.ptx.index(".entry nbverify_tiny") :]
     declared = re.findall(r"\.param\s+\.\w+\s+\w+", header[: header.index(")")])
-    assert len(declared) == len(slots)
+    assert len(declared) == len(cells)
 
 
-def slot_read_by(body, kind):
+def cell_read_by(body, kind):
     """Number of the parameter that a body of one load reads, in its PTX."""
     ptx = compiled(body).ptx
     entry = ptx[ptx.index(".entry nbverify_") :]
@@ -231,10 +231,10 @@ def test_values_stand_where_the_code_reads_them():
         block.set_float("v_scale", 0.1)
         block.set_pointer("lse", 0x4444)
 
-    slots = packed(fill)
+    cells = packed(fill)
 
     def values_of(body, kind, size):
-        return {slots[n][:size] for n in slot_read_by(body, kind)}
+        return {cells[n][:size] for n in cell_read_by(body, kind)}
 
     assert values_of(stores_scalar, r"[fb]32", 4) == {bytes(ctypes.c_float(0.1))}
     pointer, output = (bytes(ctypes.c_uint64(x)) for x in (0x4444, 0x2222))
