@@ -114,7 +114,7 @@ class GpuBackend:
                 block.set_float(scalar.name, scalars[scalar.name])
             else:
                 block.set_integer(scalar.name, int(scalars[scalar.name]))
-        return _GpuCall(launch.Launcher(self._kernels, self._grids, block), block, self._workspace)
+        return launch.Launcher(self._kernels, self._grids, block, self._workspace)
 
     def read_index(self, info: ArrayInfo) -> np.ndarray:
         """An index buffer on the host, after everything queued on the device."""
@@ -126,19 +126,6 @@ class GpuBackend:
         found = np.frombuffer(buffer.read(), np.int64).reshape(NOTHING_FOUND.shape)
         buffer.write(NOTHING_FOUND.tobytes())
         return found
-
-
-class _GpuCall:
-    """A parameter block and its launch; it keeps the plan's workspace alive."""
-
-    def __init__(self, launcher: launch.Launcher, block: launch.ParameterBlock, workspace: dict):
-        self._launcher, self._block, self._workspace = launcher, block, workspace
-
-    def __call__(self, stream: int) -> None:
-        self._launcher(stream)
-
-    def move(self, name: str, pointer: int, array: Any) -> None:
-        self._block.set_pointer(name, pointer)
 
 
 class EmulatorBackend:

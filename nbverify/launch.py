@@ -167,12 +167,10 @@ class LaunchConfig:
         self.config = config
         self.stream: int | None = None
 
-    def on(self, stream: int) -> Any:
-        """The configuration, for a stream."""
-        if stream != self.stream:
-            self.config.hStream = stream
-            self.stream = stream
-        return self.config
+    def set_stream(self, stream: int) -> None:
+        """The stream of the next launch."""
+        self.config.hStream = stream
+        self.stream = stream
 
 
 class LoadedKernel:
@@ -294,17 +292,19 @@ class ParameterBlock:
 
 
 class Launcher:
-    """A sequence of kernels on one parameter block."""
+    """A sequence of kernels on one parameter block.  It keeps alive what they use, ``workspace`` included."""
 
     def __init__(
         self,
         kernels: Sequence[LoadedKernel],
         grids: Sequence[int],
         block: ParameterBlock,
+        workspace: object = None,
     ):
+        self.block = block
         self._launch = driver().cuLaunchKernelEx
         self._address = block.address
-        self._keep_alive = (kernels, block)
+        self._keep_alive = (kernels, workspace)
         self._device = kernels[0].device
         self._calls: list[tuple[LaunchConfig, Any, CompiledKernel]] = []
         for kernel, grid in zip(kernels, grids, strict=True):
@@ -318,9 +318,15 @@ class Launcher:
     def __call__(self, stream: int) -> None:
         """Launch all kernels in order on a stream handle.  Nothing else."""
         for config, function, compiled in self._calls:
-            code = self._launch(config.on(stream), function, self._address, 0)[0]
+            if config.stream != stream:
+                config.set_stream(stream)
+            code = self._launch(config.config, function, self._address, 0)[0]
             if code:
                 raise DriverError(self._explain(code, compiled))
+
+    def move(self, name: str, pointer: int, array: object) -> None:
+        """Another address for a buffer, from the next launch on."""
+        self.block.set_pointer(name, pointer)
 
     def _explain(self, code: Any, compiled: CompiledKernel) -> str:
         drv, text = driver(), f"launching {compiled.name}: {describe_error(code)}"

@@ -53,7 +53,7 @@ def small_batch(spec, seed=40):
 
 def parts_of(bound: BoundBatch) -> tuple[list[LoadedKernel], ParameterBlock]:
     """The loaded kernels and the parameter block behind a ``bind``."""
-    return bound.plan._backend._kernels, bound.bound._call._block
+    return bound.plan._backend._kernels, bound.bound._call.block
 
 
 def bytes_per_request(geometry) -> int:
