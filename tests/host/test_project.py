@@ -43,3 +43,15 @@ def test_types_are_shipped():
     assert (ROOT / "nbverify" / "py.typed").is_file()
     package_data = re.search(r"^\[tool\.setuptools\.package-data\]\nnbverify = (\[.*\])$", PYPROJECT, re.MULTILINE)[1]
     assert "py.typed" in json.loads(package_data)
+
+
+def test_the_figures_in_the_readme_belong_to_the_record_beside_them():
+    measured = (ROOT / "README.md").read_text().split("## Measured")[1].split("## ")[0]
+    record = json.loads((ROOT / re.search(r"\((benchmarks/results/[^)]+)\)", measured)[1]).read_text())
+    assert f"`{record['head']['source_hash']}`" in measured
+    launch, bind = record["calls_us"]["launch"], record["calls_us"]["bind"]
+    assert f"| {launch['p50']:.1f} us ({launch['p10']:.1f}-{launch['p90']:.1f}) |" in measured
+    assert f"| {bind['p50']:.0f} us ({bind['p10']:.0f}-{bind['p90']:.0f}) |" in measured
+    for row in record["kernel"]:
+        if (row["requests"], row["nodes"]) in ((1, 8), (1, 33), (8, 8)):
+            assert f"| {row['requests']} x {row['nodes']} | {row['device_us']['p50']:,.0f} us" in measured
