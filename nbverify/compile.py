@@ -252,14 +252,14 @@ def _link(ptx: str, target: Target, *, needs_cudadevrt: bool) -> tuple[bytes, st
         from cuda.pathfinder import find_static_lib
 
         inputs.append(ObjectCode.from_library(find_static_lib("cudadevrt")))
-    linker = Linker(*inputs, options=LinkerOptions(arch=target.name, verbose=True, ptxas_options=["-v"]))
     try:
-        code = linker.link("cubin").code
-        return bytes(code), linker.get_info_log()
-    except Exception as error:
+        linker = Linker(*inputs, options=LinkerOptions(arch=target.name, verbose=True, ptxas_options=["-v"]))
+        try:
+            return bytes(linker.link("cubin").code), linker.get_info_log()
+        finally:
+            linker.close()
+    except Exception as error:  # of whichever library did it; PTX is assembled when the linker is made
         raise CompileError(f"linking for {target.name}: {error}") from error
-    finally:
-        linker.close()
 
 
 def _resources(name: str, log: str, ptx: str) -> Resources:

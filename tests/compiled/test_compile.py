@@ -16,9 +16,9 @@ import pytest
 from numba import cuda, float32, int32
 
 import nbverify as nv
-from nbverify import contract
+from nbverify import compile, contract
 from nbverify.compile import OVERRIDE, Target, compile_body, compile_spec, target_of
-from nbverify.errors import ArgumentError
+from nbverify.errors import ArgumentError, CompileError
 
 ROOT = Path(__file__).parents[2]
 SLOPE = float32(0.0625)
@@ -230,6 +230,28 @@ def test_override_that_is_no_target(cc, override, monkeypatch):
     monkeypatch.setenv(OVERRIDE, override)
     with pytest.raises(ArgumentError):
         target_of(cc)
+
+
+def test_a_target_that_the_toolkit_does_not_have():
+    """Whichever library refuses it, the error is ours."""
+    with pytest.raises(CompileError, match=r"99\.9|sm_999a"):
+        compile_spec(SPECS["mla"], target_of("99.9"))
+
+
+def test_an_assembler_error_is_a_compile_error(monkeypatch):
+    compile_ptx = compile._compile_ptx
+
+    def broken(*arguments):
+        ptx, cooperative = compile_ptx(*arguments)
+        return ptx.replace("ret;", "retreat;"), cooperative
+
+    monkeypatch.setattr(compile, "_compile_ptx", broken)
+
+    def tiny(args):
+        args.lse[0] = args.v_scale
+
+    with pytest.raises(CompileError, match=r"^linking for sm_80: "):
+        compile_body(tiny, contract.parameters(SPECS["mla"]), target_of("8.0"), launch_bounds=(32, 1))
 
 
 COMPILE_TINY = """
