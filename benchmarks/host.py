@@ -26,6 +26,7 @@ import numpy as np
 import nbverify as nv
 from benchmarks.timing import ROOT, DeviceClock, Times, head, head_line, host_times, save
 from nbverify import compile, contract, launch, reference
+from nbverify.demo import EPS32, rounding_bound, score_rounding
 from nbverify.presets import preset
 
 SEED = 0
@@ -35,7 +36,6 @@ LIMITS_S = {"plan, cached": 0.5, "plan, cold": 10.0}
 SHAPES = ((1, 8, 32_768), (1, 33, 32_768), (8, 8, 32_768), (8, 33, 32_768))  # requests, nodes, prefix
 HOST_SHAPE = (1, 8, 512)  # short, so that the queue does not fill
 ROWS_CHECKED = 3
-EPS32 = float(np.finfo(np.float32).eps)
 
 CHILD = """
 import json, sys, time
@@ -147,13 +147,10 @@ def largest_error(rng: np.random.Generator, problem: Problem) -> float:
             mask="none",
             head_dim_v=SPEC.head_dim_v,
         )
-        # As in tests/support/batches.py: the error of a score moves a weight, half an ulp of bfloat16 ends it.
-        norms = np.linalg.norm(q, axis=-1).max() * np.linalg.norm(keys, axis=-1).max()
-        score_error = 4 * EPS32 * (1 + abs(SPEC.sm_scale) * norms)
-        error = np.abs(out[row] - want[0])
-        bound = 1.01 * 2.0**-8 * np.abs(want[0]) + (2 * score_error + 16 * EPS32) * np.abs(keys).max()
-        lse_error = np.abs(lse[row] - want_lse[0])
-        if not ((error <= bound).all() and (lse_error <= score_error + 4 * EPS32 * np.abs(want_lse[0])).all()):
+        error, lse_error = np.abs(out[row] - want[0]), np.abs(lse[row] - want_lse[0])
+        bound = rounding_bound(SPEC, q, keys, keys[..., : SPEC.head_dim_v], want[0])
+        lse_bound = score_rounding(SPEC, q, keys) + 4 * EPS32 * np.abs(want_lse[0])
+        if not ((error <= bound).all() and (lse_error <= lse_bound).all()):
             raise SystemExit(f"wrong values in row {row}: error {error.max():.3g}, lse {lse_error.max():.3g}; no times")
         worst = max(worst, float(error.max()))
     return worst

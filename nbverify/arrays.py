@@ -122,15 +122,23 @@ def address_and_layout(array: Any) -> tuple[int, tuple] | None:
     """``(address, everything else)`` of a CuPy array or a torch tensor, as the library keeps it; None for others.
 
     Two arrays of equal layout differ in their address only.  Comparing layouts is what makes ``rebind`` cheap: nothing
-    is converted or checked that was checked when the first of them was bound.
+    is converted or checked that was checked when the first of them was bound.  None also for arrays that have no
+    address or no strides: ``describe`` says what is wrong with them.
     """
     library = _library_of(type(array))  # type: ignore[arg-type]  # mypy: a class is not Hashable
+    layout: tuple
     if library == "cupy":
         memory = array.data
-        return memory.ptr, ("cupy", array.shape, array.strides, array.dtype, memory.device_id)
-    if library == "torch":
-        return array.data_ptr(), ("torch", array.shape, array.stride(), array.dtype, array.device, array.requires_grad)
-    return None
+        address, layout = memory.ptr, (library, array.shape, array.strides, array.dtype, memory.device_id)
+    elif library == "torch":
+        try:
+            address = array.data_ptr()
+            layout = (library, array.shape, array.stride(), array.dtype, array.device, array.requires_grad)
+        except Exception:  # sparse tensors have no strides
+            return None
+    else:
+        return None
+    return (address, layout) if address else None
 
 
 @cache

@@ -159,7 +159,7 @@ class DeviceBuffer:
 
 
 class LaunchConfig:
-    """A CUlaunchConfig and the stream that stands in it: setting it anew costs a tenth of a launch."""
+    """A CUlaunchConfig and the stream that stands in it, which is set only when another one comes."""
 
     __slots__ = ("config", "stream")
 

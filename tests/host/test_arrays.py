@@ -136,7 +136,17 @@ class Raises:
         raise self.error
 
 
-class TorchDtype:
+class Value:
+    """Equal if the contents are, as torch's dtypes and devices."""
+
+    def __eq__(self, other):
+        return vars(self) == vars(other)
+
+    def __hash__(self):
+        return hash(tuple(vars(self).values()))
+
+
+class TorchDtype(Value):
     """``str`` is all that is used of a torch dtype."""
 
     def __init__(self, name):
@@ -146,7 +156,7 @@ class TorchDtype:
         return self.text
 
 
-class Ordinal:
+class Ordinal(Value):
     def __init__(self, index):
         self.index = index
 
@@ -486,6 +496,44 @@ def test_torch_tensor_refused():
 
 def test_cupy_array():
     assert describe("q", FakeCupy()) == ArrayInfo(ADDRESS, (3, 4, 16), (128, 16, 1), "uint16", 1, False)
+
+
+def test_layouts_of_torch_tensors():
+    """Equal for what ``rebind`` may swap; another for whatever ``describe`` would see."""
+    address, layout = arrays.address_and_layout(FakeTensor())
+    assert address == ADDRESS
+    moved = FakeTensor()
+    moved.data_ptr = lambda: ADDRESS + 64
+    assert arrays.address_and_layout(moved) == (ADDRESS + 64, layout)
+    others = [
+        FakeTensor("float16"),
+        FakeTensor(shape=(2, 4, 16)),
+        FakeTensor(strides=(128, 16, 1)),
+        FakeTensor(device=0),
+    ]
+    grad = FakeTensor()
+    grad.requires_grad = True
+    for other in (*others, grad):
+        assert arrays.address_and_layout(other)[1] != layout
+
+
+def test_layouts_of_cupy_arrays():
+    address, layout = arrays.address_and_layout(FakeCupy())
+    assert (address, layout) == arrays.address_and_layout(FakeCupy())
+    memory = type("memory", (), {"ptr": ADDRESS, "device_id": 0})
+    changes = {"shape": (2, 4, 16), "strides": (512, 32, 2), "dtype": np.dtype("int16"), "data": memory}
+    for name, value in changes.items():
+        other = FakeCupy()
+        setattr(other, name, value)
+        assert arrays.address_and_layout(other)[1] != layout, name
+
+
+def test_arrays_whose_layout_is_left_to_describe():
+    sparse, meta = FakeTensor(), FakeTensor()
+    sparse.stride = lambda: (_ for _ in ()).throw(RuntimeError("sparse tensors do not have strides"))
+    meta.data_ptr = lambda: 0
+    for array in (sparse, meta, np.zeros(3), object()):
+        assert arrays.address_and_layout(array) is None
 
 
 @pytest.mark.parametrize("name", ["QuantizedTensor", "Tensor"])

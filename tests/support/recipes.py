@@ -389,7 +389,7 @@ def test_b07_row_strides_past_2_31(dev, name):
 def test_b07_full_masks_of_64_mib(dev):
     """33 requests of 2^20 keys that share one list; the last block begins at 2^31."""
     if not dev.is_gpu:
-        return  # 2^20 keys
+        pytest.skip("2^20 keys: on a GPU only")
     n, total, num_requests = 64, 2**20, 33
     spec = replace(PREFIX_BYTES, max_requests=num_requests, max_nodes=n, max_kv_len=total)
     counts = [n] + [0] * (num_requests - 2) + [n]
@@ -423,7 +423,7 @@ def test_b07_full_masks_of_64_mib(dev):
 def test_b07_scratch_past_2_31_floats(dev):
     """fixed: the slot of a partial state is its place on the line; 513 requests x 8 units x 64 chunks x 16 x 512."""
     if not dev.is_gpu:
-        return  # 8.6 GB of partial states
+        pytest.skip("8.6 GB of partial states: on a GPU only")
     num_requests, n, prefix = 513, 128, 16384 - 128
     spec = gqa(1, 1, 16, head_dim_v=512, split="fixed", max_requests=num_requests, max_nodes=n, max_kv_len=16384)
     small = random_batch(np.random.default_rng(705), replace(spec, max_requests=1), [prefix], [n])
@@ -782,7 +782,7 @@ def test_b21_error_does_not_grow_with_splits(dev):
 
 def test_b21_a_million_keys(dev):
     if not dev.is_gpu:
-        return
+        pytest.skip("2^20 keys: on a GPU only")
     total = 2**20
     batch = random_batch(np.random.default_rng(2102), replace(BASE, max_kv_len=total), [3], [1], trees=[chain(1)])
     zeros = np.zeros_like(batch.k_cache)
