@@ -587,6 +587,11 @@ def setmaxnreg_inc(typingctx, registers):
     By all warps of a group of four, aligned.  What is taken must have been given back by other groups: the pool is the
     registers of the launch times its threads, and asking for more hangs without a message.  Only for targets
     with an ``a``: sm_90a, sm_120a.  "Miscellaneous Instructions: setmaxnreg".
+
+    The assembler drops it, with a remark in its log, where it does not see the whole program: in nvJitLink, which takes
+    PTX as one unit of several, and, in ptxas too, in a kernel that calls an external function, such as the grid barrier
+    of cooperative groups.  It is kept by ``ptxas`` and ``ptxas -ewp`` (whose result nvJitLink may link) in a
+    kernel with launch bounds: those give the registers of the launch, 168 for 384 threads.
     """
     return _setmaxnreg("inc", registers)
 

@@ -1,14 +1,17 @@
 """The PTX instructions compile to themselves, for the targets they name, without float64 and local memory."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from numba import cuda, float32, float64, uint32
-from support.ptx_cases import CASES, Case, compile_case
+from support.ptx_cases import CASES, Case, compile_case, find_ptxas
 
 from nbverify.compile import Target, target_of
 from nbverify.kernels import ptx
 
 TARGETS = ["8.0", "9.0", "12.0"]
+LAUNCH_REGISTERS = 168  # what 384 threads can have of 65536, a multiple of 8
 TOO_OLD = r"not supported on \.target|requires \.target|Feature .* requires"  # in the assembler's words
 
 
@@ -26,6 +29,8 @@ def problems_of(kernel):
 @pytest.mark.parametrize("cc", TARGETS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case(case, cc):
+    if case.whole_program and find_ptxas() is None:
+        pytest.skip("no ptxas (a part of nbverify[cu12] and [cu13])")
     target = target_of(cc)
     if (target.major, target.minor) < case.min_cc:
         with pytest.raises(Exception, match=TOO_OLD):
@@ -43,6 +48,16 @@ def test_setmaxnreg_needs_the_specific_target():
     (case,) = [case for case in CASES if case.name == "setmaxnreg"]
     with pytest.raises(Exception, match=TOO_OLD):
         compile_case(case, Target(12, 0, ""))
+
+
+@pytest.mark.parametrize("cc", ["9.0", "12.0"])
+def test_setmaxnreg_is_kept_in_a_whole_program_and_dropped_by_the_linker(cc):
+    """Should the second half fail one day, the linker has learned it, and ptxas is no longer needed for it."""
+    if find_ptxas() is None:
+        pytest.skip("no ptxas (a part of nbverify[cu12] and [cu13])")
+    (case,) = [case for case in CASES if case.name == "setmaxnreg"]
+    assert compile_case(case, target_of(cc)).resources.registers == LAUNCH_REGISTERS
+    assert compile_case(replace(case, whole_program=False), target_of(cc)).resources.registers < LAUNCH_REGISTERS
 
 
 # ----------------------------------------------------------------------------------------------------------------- hint

@@ -7,9 +7,13 @@ written as definitions, element by element where the question is which lane hold
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +22,7 @@ from numba import cuda, float32, int32, uint16, uint32
 from nbverify import compile as nbc
 from nbverify.contract import Parameter
 from nbverify.emulator import Emulator
+from nbverify.errors import CompileError
 from nbverify.kernels import ptx
 
 EPS = float(np.finfo(np.float32).eps)
@@ -37,6 +42,7 @@ class Case:
     min_cc: tuple[int, int] = (8, 0)
     threads: int = 32
     shared_bytes: int = 0
+    whole_program: bool = False  # assembled by ptxas: nvJitLink drops setmaxnreg
 
     def before(self) -> dict[str, np.ndarray]:
         return self.arrays(np.random.default_rng(40))
@@ -69,8 +75,37 @@ def compile_case(case: Case, target: nbc.Target) -> nbc.CompiledKernel:
         )
     name = f"nbverify_{case.body.__name__}"
     text = text.replace(re.search(r"\.entry\s+([\w$]+)\s*\(", text)[1], name)
-    cubin, log = nbc._link(text, target, needs_cudadevrt=False)
+    if case.whole_program:
+        cubin, log = link_whole_program(text, target)
+    else:
+        cubin, log = nbc._link(text, target, needs_cudadevrt=False)
     return nbc.CompiledKernel(name, target.name, parameters, text, cubin, False, nbc._resources(name, log, text))
+
+
+@cache
+def find_ptxas() -> str | None:
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    return find_nvidia_binary_utility("ptxas")
+
+
+def link_whole_program(text: str, target: nbc.Target) -> tuple[bytes, str]:
+    """Assemble as a program that lacks nothing (``-ewp``), then link; both logs."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, made = Path(folder, "k.ptx"), Path(folder, "k.cubin")
+        source.write_text(text)
+        command = [find_ptxas(), f"-arch={target.name}", "-v", "-ewp", str(source), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            raise CompileError(done.stderr)
+        whole = ObjectCode.from_cubin(made.read_bytes())
+    linker = Linker(whole, options=LinkerOptions(arch=target.name, verbose=True))
+    try:
+        return bytes(linker.link("cubin").code), done.stderr + linker.get_info_log()
+    finally:
+        linker.close()
 
 
 def pairs(array: np.ndarray) -> np.ndarray:
@@ -591,5 +626,6 @@ CASES = [
         {"setmaxnreg.inc.sync.aligned.u32 184": 1, "setmaxnreg.dec.sync.aligned.u32 160": 1},
         min_cc=(9, 0),
         threads=384,
+        whole_program=True,
     ),
 ]
