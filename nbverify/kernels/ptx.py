@@ -33,6 +33,7 @@ f32x2, f32x4 = types.UniTuple(f32, 2), types.UniTuple(f32, 4)
 # LLVM type, and letter of the inline assembly's constraint
 _REGISTERS = {f32: (ir.FloatType(), "f"), u32: (ir.IntType(32), "r"), u64: (ir.IntType(64), "l")}
 SHARED_SPACE = 3  # LLVM's number of the .shared state space
+LOOP_WISHES = ("llvm.loop.unroll.full", "llvm.loop.unroll.runtime.disable")
 SETMAXNREG_RANGE = range(24, 257, 8)
 
 
@@ -622,7 +623,8 @@ def unroll_loops(typingctx):
     length by two to four, which at this size of a body costs the instruction cache.  Call it first in the kernel; a
     device function that is inlined as IR (``inline="always"``) is covered, one that is called as usual needs its own.
 
-    Not an instruction: a jump back to the head of a loop is given the metadata ``llvm.loop.unroll.full``.  Numba has no
+    Not an instruction: a jump back to the head of a loop is given the metadata ``llvm.loop.unroll.full``, for loops of
+    known length, and ``.runtime.disable``, for the others (``full`` alone leaves those to be unrolled).  Numba has no
     interface for that, but the builder handed to an intrinsic is the one that lowers the rest of the function, so the
     two methods by which jumps are made are wrapped on this one builder.
     """
@@ -639,11 +641,10 @@ def unroll_loops(typingctx):
 
 def _tagging(builder, make_jump):
     def make_tagged_jump(*operands):
+        # Blocks are filled in the order of the source, so a target with something in it lies behind.
+        goes_back = any(isinstance(operand, ir.Block) and operand.instructions for operand in operands)
         jump = make_jump(*operands)
-        blocks = builder.function.blocks
-        targets = [operand for operand in operands if isinstance(operand, ir.Block)]
-        # Blocks are in the order of the source.  A jump that is taken for one back, wrongly, keeps a tag nobody reads.
-        if any(blocks.index(target) <= blocks.index(builder.block) for target in targets):
+        if goes_back:
             jump.set_metadata("llvm.loop", _loop_identity(builder.module))
         return jump
 
@@ -652,7 +653,7 @@ def _tagging(builder, make_jump):
 
 def _loop_identity(module):
     """A new metadata node, distinct because its first operand is itself, as LLVM asks of a loop's identity."""
-    wish = module.add_metadata([ir.MetaDataString(module, "llvm.loop.unroll.full")])
-    node = ir.values.MDValue(module, [wish], name=str(len(module.metadata)))
-    node.operands = (node, wish)
+    wishes = [module.add_metadata([ir.MetaDataString(module, name)]) for name in LOOP_WISHES]
+    node = ir.values.MDValue(module, wishes, name=str(len(module.metadata)))
+    node.operands = (node, *wishes)
     return node

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from numba import cuda, float32, float64, uint32
+from numba import cuda, float32, float64, int32, uint32
 from support.ptx_cases import CASES, Case, compile_case, find_ptxas
 
 from nbverify.compile import Target, target_of
@@ -86,13 +86,41 @@ def accumulate(args):
             args.out[(j * 4 + e) * 32 + cuda.threadIdx.x] = acc[j, e]
 
 
-def while_loop(args):
+def for_known(args):
     ptx.unroll_loops()
-    i, total = cuda.threadIdx.x, float32(0)
-    while i < args.steps[0]:
+    values = cuda.local.array(128, float32)
+    for i in range(128):
+        values[i] = float32(0)
+    for step in range(args.steps[0]):
+        for i in range(128):
+            values[i] += ptx.ex2(args.out[step * 128 + i])
+    for i in range(128):
+        args.out[i * 32 + cuda.threadIdx.x] = values[i]
+
+
+def while_known(args):
+    ptx.unroll_loops()
+    values = cuda.local.array(96, float32)
+    for i in range(96):
+        values[i] = args.out[i]
+    for _step in range(args.steps[0]):
+        i = int32(0)
+        while i < 96:
+            values[i] = ptx.ex2(values[i])
+            i = int32(i + 1)
+    for i in range(96):
+        args.out[i * 32 + cuda.threadIdx.x] = values[i]
+
+
+def for_unknown(args):
+    ptx.unroll_loops()
+    total = float32(0)
+    for i in range(args.steps[0]):
         total += ptx.ex2(args.out[i])
-        i += 32
     args.out[cuda.threadIdx.x] = total
+
+
+HINTED = {for_known: 128, while_known: 96, for_unknown: 1}  # -> ex2 in the PTX
 
 
 def hint_case(body):
@@ -114,14 +142,22 @@ def test_known_loops_are_unrolled_and_accumulators_stay_in_registers(cc):
 
 
 @pytest.mark.parametrize("cc", TARGETS)
-def test_a_loop_of_unknown_length_stays_rolled(cc):
-    kernel = compile_case(hint_case(while_loop), target_of(cc))
-    assert kernel.ptx.count("ex2.approx") == 1
+@pytest.mark.parametrize("body", HINTED, ids=lambda body: body.__name__)
+def test_loops_of_known_length_are_unrolled_and_others_are_not(body, cc):
+    kernel = compile_case(hint_case(body), target_of(cc))
+    assert problems_of(kernel) == []
+    assert kernel.ptx.count("ex2.approx") == HINTED[body]
 
 
-def test_hint_in_the_emulator():
-    case = hint_case(while_loop)
-    case.emulate()
+@pytest.mark.parametrize("body", HINTED, ids=lambda body: body.__name__)
+def test_the_compiler_would_not_do_it_by_itself(body, monkeypatch):
+    monkeypatch.setattr(ptx, "LOOP_WISHES", ("llvm.loop.mustprogress",))
+    assert compile_case(hint_case(body), target_of("12.0")).ptx.count("ex2.approx") != HINTED[body]
+
+
+@pytest.mark.parametrize("body", HINTED, ids=lambda body: body.__name__)
+def test_hint_in_the_emulator(body):
+    hint_case(body).emulate()
 
 
 # --------------------------------------------------------------------------------------------------------------- typing
