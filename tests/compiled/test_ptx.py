@@ -100,16 +100,12 @@ def for_known(args):
 
 def while_known(args):
     ptx.unroll_loops()
-    values = cuda.local.array(96, float32)
-    for i in range(96):
-        values[i] = args.out[i]
-    for _step in range(args.steps[0]):
-        i = int32(0)
-        while i < 96:
-            values[i] = ptx.ex2(values[i])
-            i = int32(i + 1)
-    for i in range(96):
-        args.out[i * 32 + cuda.threadIdx.x] = values[i]
+    total = float32(0)
+    i = int32(0)
+    while i < 200:
+        total = ptx.ex2(total + args.out[i])
+        i = int32(i + 1)
+    args.out[cuda.threadIdx.x] = total
 
 
 def for_unknown(args):
@@ -120,7 +116,7 @@ def for_unknown(args):
     args.out[cuda.threadIdx.x] = total
 
 
-HINTED = {for_known: 128, while_known: 96, for_unknown: 1}  # -> ex2 in the PTX
+HINTED = {for_known: 128, while_known: 200, for_unknown: 1}  # -> ex2 in the PTX
 
 
 def hint_case(body):
