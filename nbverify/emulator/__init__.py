@@ -25,7 +25,7 @@ What it cannot show
     Time, occupancy, registers, bank conflicts.
 
 Files: machine.py (threads, barriers, order), memory.py (checked arrays), twins.py and numbers.py (what stands for
-numba and math), localise.py (giving a body its twins).
+numba and math), ptx_twins.py (what stands for kernels/ptx.py), localise.py (giving a body its twins).
 """
 
 from nbverify.emulator.machine import Emulator, warp_collective

@@ -1,0 +1,194 @@
+"""The PTX instructions compile to themselves, for the targets they name, without float64 and local memory."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numba import cuda, float32, float64, int32, uint32
+from support.ptx_cases import CASES, Case, compile_case, find_ptxas
+
+from nbverify.compile import Target, target_of
+from nbverify.kernels import ptx
+
+TARGETS = ["8.0", "9.0", "12.0"]
+LAUNCH_REGISTERS = 168  # what 384 threads can have of 65536, a multiple of 8
+TOO_OLD = r"not supported on \.target|requires \.target|Feature .* requires"  # in the assembler's words
+
+
+def problems_of(kernel):
+    need = kernel.resources
+    checks = {
+        "float64": ".f64" not in kernel.ptx,
+        "an array in local memory": ".local" not in kernel.ptx and need.local_bytes == 0,
+        "spills": need.spill_bytes == 0 and need.stack_bytes == 0,
+        "a call": "call.uni" not in kernel.ptx,
+    }
+    return [text for text, holds in checks.items() if not holds]
+
+
+@pytest.mark.parametrize("cc", TARGETS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case, cc):
+    if case.whole_program and find_ptxas() is None:
+        pytest.skip("no ptxas (a part of nbverify[cu12] and [cu13])")
+    target = target_of(cc)
+    if (target.major, target.minor) < case.min_cc:
+        with pytest.raises(Exception, match=TOO_OLD):
+            compile_case(case, target)
+        return
+    kernel = compile_case(case, target)
+    assert problems_of(kernel) == []
+    found = {text: kernel.ptx.count(text) for text in case.instructions}
+    assert {text for text, count in found.items() if count == 0} == set()
+    if case.name in ("mma_bf16", "mma_f16", "ldmatrix", "arithmetic", "memory", "elect", "setmaxnreg"):
+        assert found == case.instructions  # no loops there that the compiler may unroll
+
+
+def test_setmaxnreg_needs_the_specific_target():
+    (case,) = [case for case in CASES if case.name == "setmaxnreg"]
+    with pytest.raises(Exception, match=TOO_OLD):
+        compile_case(case, Target(12, 0, ""))
+
+
+@pytest.mark.parametrize("cc", ["9.0", "12.0"])
+def test_setmaxnreg_is_kept_in_a_whole_program_and_dropped_by_the_linker(cc):
+    """Should the second half fail one day, the linker has learned it, and ptxas is no longer needed for it."""
+    if find_ptxas() is None:
+        pytest.skip("no ptxas (a part of nbverify[cu12] and [cu13])")
+    (case,) = [case for case in CASES if case.name == "setmaxnreg"]
+    assert compile_case(case, target_of(cc)).resources.registers == LAUNCH_REGISTERS
+    assert compile_case(replace(case, whole_program=False), target_of(cc)).resources.registers < LAUNCH_REGISTERS
+
+
+# ----------------------------------------------------------------------------------------------------------------- hint
+
+COLUMNS, STEPS = 32, 4  # 128 accumulators a thread
+
+
+def accumulate(args):
+    ptx.unroll_loops()
+    tile = cuda.shared.array(0, uint32, alignment=128)
+    acc = cuda.local.array((COLUMNS, 4), float32)
+    for j in range(COLUMNS):
+        for e in range(4):
+            acc[j, e] = float32(0)
+    base = ptx.shared_address(tile, 4 * cuda.threadIdx.x)
+    for step in range(args.steps[0]):
+        for k in range(STEPS):
+            a = ptx.ldmatrix_x4(base + 512 * k + step)
+            for j in range(COLUMNS):
+                b = ptx.ldmatrix_x2(base + 512 * (k + j))
+                acc[j, 0], acc[j, 1], acc[j, 2], acc[j, 3] = ptx.mma_bf16(
+                    a, b, (acc[j, 0], acc[j, 1], acc[j, 2], acc[j, 3])
+                )
+    for j in range(COLUMNS):
+        for e in range(4):
+            args.out[(j * 4 + e) * 32 + cuda.threadIdx.x] = acc[j, e]
+
+
+def for_known(args):
+    ptx.unroll_loops()
+    values = cuda.local.array(128, float32)
+    for i in range(128):
+        values[i] = float32(0)
+    for step in range(args.steps[0]):
+        for i in range(128):
+            values[i] += ptx.ex2(args.out[step * 128 + i])
+    for i in range(128):
+        args.out[i * 32 + cuda.threadIdx.x] = values[i]
+
+
+def while_known(args):
+    ptx.unroll_loops()
+    total = float32(0)
+    i = int32(0)
+    while i < 200:
+        total = ptx.ex2(total + args.out[i])
+        i = int32(i + 1)
+    args.out[cuda.threadIdx.x] = total
+
+
+def for_unknown(args):
+    ptx.unroll_loops()
+    total = float32(0)
+    for i in range(args.steps[0]):
+        total += ptx.ex2(args.out[i])
+    args.out[cuda.threadIdx.x] = total
+
+
+HINTED = {for_known: 128, while_known: 200, for_unknown: 1}  # -> ex2 in the PTX
+
+
+def hint_case(body):
+    return Case(
+        body.__name__,
+        body,
+        lambda rng: {"steps": np.ones(1, np.int32), "out": np.zeros(32 * 128, np.float32)},
+        check=lambda before, after: None,
+        instructions={},
+        shared_bytes=512 * 40,
+    )
+
+
+@pytest.mark.parametrize("cc", TARGETS)
+def test_known_loops_are_unrolled_and_accumulators_stay_in_registers(cc):
+    kernel = compile_case(hint_case(accumulate), target_of(cc))
+    assert problems_of(kernel) == []
+    assert kernel.ptx.count("mma.sync") == STEPS * COLUMNS  # and the outer loop is one loop still
+
+
+@pytest.mark.parametrize("cc", TARGETS)
+@pytest.mark.parametrize("body", HINTED, ids=lambda body: body.__name__)
+def test_loops_of_known_length_are_unrolled_and_others_are_not(body, cc):
+    kernel = compile_case(hint_case(body), target_of(cc))
+    assert problems_of(kernel) == []
+    assert kernel.ptx.count("ex2.approx") == HINTED[body]
+
+
+@pytest.mark.parametrize("body", HINTED, ids=lambda body: body.__name__)
+def test_the_compiler_would_not_do_it_by_itself(body, monkeypatch):
+    monkeypatch.setattr(ptx, "LOOP_WISHES", ("llvm.loop.mustprogress",))
+    assert compile_case(hint_case(body), target_of("12.0")).ptx.count("ex2.approx") != HINTED[body]
+
+
+@pytest.mark.parametrize("body", HINTED, ids=lambda body: body.__name__)
+def test_hint_in_the_emulator(body):
+    hint_case(body).emulate()
+
+
+# --------------------------------------------------------------------------------------------------------------- typing
+
+
+def run_typing(body):
+    with pytest.raises(Exception) as error:
+        compile_case(hint_case(body), target_of("8.0"))
+    return str(error.value)
+
+
+def test_float64_is_refused():
+    def body(args):
+        args.out[0] = ptx.ex2(float64(args.out[0]))
+
+    assert "expected float32, got float64" in run_typing(body)
+
+
+def test_a_tuple_of_the_wrong_length_is_refused():
+    def body(args):
+        zero = float32(0)
+        args.out[0] = ptx.mma_bf16((1, 2, 3, 4), (1, 2, 3), (zero, zero, zero, zero))[0]
+
+    assert "operand 1 of `mma.sync" in run_typing(body)
+
+
+def test_a_group_count_that_is_no_constant_is_refused():
+    def body(args):
+        ptx.cp_async_wait(args.steps[0])
+
+    assert "cp_async_wait: expected a constant" in run_typing(body)
+
+
+def test_a_register_count_that_the_hardware_lacks_is_refused():
+    def body(args):
+        ptx.setmaxnreg_inc(100)
+
+    assert "expected a multiple of 8 from 24 to 256, got 100" in run_typing(body)

@@ -1,0 +1,631 @@
+"""Kernels that use the instructions of kernels/ptx.py, what goes in and what must come out: shared by three tiers.
+
+Bodies keep to the rule of all kernels: one parameter, ``args``, whose fields are 1-D arrays.  Expected values are
+written as definitions, element by element where the question is which lane holds what.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from numba import cuda, float32, int32, uint16, uint32
+
+from nbverify import compile as nbc
+from nbverify.contract import Parameter
+from nbverify.emulator import Emulator
+from nbverify.errors import CompileError
+from nbverify.kernels import ptx
+
+EPS = float(np.finfo(np.float32).eps)
+BF16, F16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(ml_dtypes.float8_e4m3fn)
+ROW_WORDS = 8  # of a 16 x 16 tile of 16-bit elements
+
+
+@dataclass(frozen=True)
+class Case:
+    """``check(before, after)``: both are dicts of arrays by field; ``instructions``: text -> how often in the PTX."""
+
+    name: str
+    body: Callable
+    arrays: Callable[[np.random.Generator], dict[str, np.ndarray]]
+    check: Callable[[dict, dict], None]
+    instructions: dict[str, int]
+    min_cc: tuple[int, int] = (8, 0)
+    threads: int = 32
+    shared_bytes: int = 0
+    whole_program: bool = False  # assembled by ptxas: nvJitLink drops setmaxnreg
+
+    def before(self) -> dict[str, np.ndarray]:
+        return self.arrays(np.random.default_rng(40))
+
+    def emulate(self, seed: int = 0) -> None:
+        arrays = self.before()
+        after = {name: array.copy() for name, array in arrays.items()}
+        args = namedtuple("Args", after)(**after)
+        emulator = Emulator(seed=seed)
+        emulator.launch(
+            self.body, args, grid=1, block=self.threads, shared_bytes=self.shared_bytes, name=self.body.__name__
+        )
+        self.check(arrays, after)
+
+
+def parameters_of(arrays: dict[str, np.ndarray]) -> tuple[Parameter, ...]:
+    return tuple(Parameter(name, array.dtype.name, True) for name, array in arrays.items())
+
+
+def compile_case(case: Case, target: nbc.Target) -> nbc.CompiledKernel:
+    """As ``compile_body``, for the case's own parameters instead of the contract's."""
+    from numba.cuda import types
+
+    parameters = parameters_of(case.before())
+    fields = [types.Array(getattr(types, p.dtype), 1, "C") for p in parameters]
+    args_type = types.NamedTuple(fields, namedtuple("Args", [p.name for p in parameters]))
+    with nbc._compile_lock, nbc._target_as_device(target):
+        text, _ = cuda.compile(
+            case.body, (args_type,), device=False, abi="numba", cc=target.cc, launch_bounds=(case.threads, 1)
+        )
+    name = f"nbverify_{case.body.__name__}"
+    text = text.replace(re.search(r"\.entry\s+([\w$]+)\s*\(", text)[1], name)
+    if case.whole_program:
+        cubin, log = link_whole_program(text, target)
+    else:
+        cubin, log = nbc._link(text, target, needs_cudadevrt=False)
+    return nbc.CompiledKernel(name, target.name, parameters, text, cubin, False, nbc._resources(name, log, text))
+
+
+@cache
+def find_ptxas() -> str | None:
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    return find_nvidia_binary_utility("ptxas")
+
+
+def link_whole_program(text: str, target: nbc.Target) -> tuple[bytes, str]:
+    """Assemble as a program that lacks nothing (``-ewp``), then link; both logs."""
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, made = Path(folder, "k.ptx"), Path(folder, "k.cubin")
+        source.write_text(text)
+        command = [find_ptxas(), f"-arch={target.name}", "-v", "-ewp", str(source), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        if done.returncode:
+            raise CompileError(done.stderr)
+        whole = ObjectCode.from_cubin(made.read_bytes())
+    linker = Linker(whole, options=LinkerOptions(arch=target.name, verbose=True))
+    try:
+        return bytes(linker.link("cubin").code), done.stderr + linker.get_info_log()
+    finally:
+        linker.close()
+
+
+def pairs(array: np.ndarray) -> np.ndarray:
+    """Neighbouring 16-bit elements as words, flat."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint32)
+
+
+# ---------------------------------------------------------------------------------------------------------- tensor core
+
+
+def make_mma(multiply_name):
+    def fragments(args):
+        """a from row-major pairs, b from column-major pairs, by the table in mma_bf16's description."""
+        g, t = cuda.threadIdx.x // 4, cuda.threadIdx.x % 4
+        low, high = g * ROW_WORDS + t, (g + 8) * ROW_WORDS + t
+        a = (args.a[low], args.a[high], args.a[low + 4], args.a[high + 4])
+        b = (args.b[low], args.b[low + 4])
+        i, j = g * 8 + 2 * t, (g + 8) * 8 + 2 * t
+        c = (args.c[i], args.c[i + 1], args.c[j], args.c[j + 1])
+        return a, b, c, i, j
+
+    fragments = cuda.jit(device=True)(fragments)
+
+    def mma_bf16(args):
+        a, b, c, i, j = fragments(args)
+        args.out[i], args.out[i + 1], args.out[j], args.out[j + 1] = ptx.mma_bf16(a, b, c)
+
+    def mma_f16(args):
+        a, b, c, i, j = fragments(args)
+        args.out[i], args.out[i + 1], args.out[j], args.out[j + 1] = ptx.mma_f16(a, b, c)
+
+    return {"mma_bf16": mma_bf16, "mma_f16": mma_f16}[multiply_name]
+
+
+def mma_case(element, dtype):
+    def arrays(rng):
+        return {
+            "a": pairs(rng.standard_normal((16, 16)).astype(dtype)),
+            "b": pairs(rng.standard_normal((8, 16)).astype(dtype)),
+            "c": rng.standard_normal(128).astype(np.float32),
+            "out": np.full(128, np.nan, np.float32),
+        }
+
+    def check(before, after):
+        a, b = (before[n].view(dtype).reshape(-1, 16).astype(np.float64) for n in "ab")
+        c = before["c"].reshape(16, 8).astype(np.float64)
+        # Products are exact; each of 16 sums may truncate at the largest magnitude met.
+        bound = 17 * EPS * (abs(a) @ abs(b).T + abs(c))
+        assert (abs(after["out"].reshape(16, 8) - (a @ b.T + c)) <= bound).all()
+
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{element}.{element}.f32"
+    return Case(f"mma_{element}", make_mma(f"mma_{element}"), arrays, check, {text: 1})
+
+
+def ldmatrix(args):
+    tile = cuda.shared.array(0, uint16, alignment=128)
+    lane = cuda.threadIdx.x
+    words = tile.view(np.uint32)
+    for i in range(4):
+        words[lane + 32 * i] = args.tile[lane + 32 * i]
+    cuda.syncthreads()
+    address = ptx.shared_address(tile, 8 * args.row[lane])  # rows of eight elements
+    four, two = ptx.ldmatrix_x4(address), ptx.ldmatrix_x2(address)
+    four_trans, two_trans = ptx.ldmatrix_x4_trans(address), ptx.ldmatrix_x2_trans(address)
+    for i in range(4):
+        args.out[lane + 32 * i] = four[i]
+        args.out[lane + 32 * (4 + i)] = four_trans[i]
+    for i in range(2):
+        args.out[lane + 32 * (8 + i)] = two[i]
+        args.out[lane + 32 * (10 + i)] = two_trans[i]
+    args.out[lane + 32 * 12] = ptx.ldmatrix_x1(address)
+    args.out[lane + 32 * 13] = ptx.ldmatrix_x1_trans(address)
+
+
+def ldmatrix_arrays(rng):
+    return {
+        "tile": rng.integers(0, 1 << 32, 128, dtype=np.uint32),
+        "row": rng.permutation(32).astype(np.int32),
+        "out": np.zeros(14 * 32, np.uint32),
+    }
+
+
+def check_ldmatrix(before, after):
+    tile, out = before["tile"].view(np.uint16).reshape(32, 8), after["out"].view(np.uint16).reshape(14, 32, 2)
+
+    def expected(matrix, lane, trans):
+        rows = [tile[before["row"][8 * matrix + r]] for r in range(8)]
+        g, t = lane // 4, lane % 4
+        return [rows[2 * t][g], rows[2 * t + 1][g]] if trans else [rows[g][2 * t], rows[g][2 * t + 1]]
+
+    for first, count, trans in [
+        (0, 4, False),
+        (4, 4, True),
+        (8, 2, False),
+        (10, 2, True),
+        (12, 1, False),
+        (13, 1, True),
+    ]:
+        for matrix in range(count):
+            want = [expected(matrix, lane, trans) for lane in range(32)]
+            np.testing.assert_array_equal(out[first + matrix], want, err_msg=f"result {first + matrix}")
+
+
+def attention_tile(args):
+    """One step of attention without its softmax: S = Q K^T, then O = bf16(S) V, from row-major tiles."""
+    tile = cuda.shared.array(0, uint16, alignment=128)
+    words = tile.view(np.uint32)
+    lane = cuda.threadIdx.x
+    for i in range(4):
+        words[lane + 32 * i] = args.q[lane + 32 * i]
+        words[128 + lane + 32 * i] = args.k[lane + 32 * i]
+        words[256 + lane + 32 * i] = args.v[lane + 32 * i]
+    cuda.syncthreads()
+    zero = (float32(0), float32(0), float32(0), float32(0))
+    row, part = lane % 16, lane // 16
+    q = ptx.ldmatrix_x4(ptx.shared_address(tile, row * 16 + part * 8))
+    k = ptx.ldmatrix_x4(ptx.shared_address(tile, 256 + (lane % 8 + part * 8) * 16 + lane // 8 % 2 * 8))
+    s0 = ptx.mma_bf16(q, (k[0], k[1]), zero)
+    s1 = ptx.mma_bf16(q, (k[2], k[3]), zero)
+    p = (
+        ptx.pack_bf16x2(s0[0], s0[1]),
+        ptx.pack_bf16x2(s0[2], s0[3]),
+        ptx.pack_bf16x2(s1[0], s1[1]),
+        ptx.pack_bf16x2(s1[2], s1[3]),
+    )
+    for half in range(2):
+        v = ptx.ldmatrix_x2_trans(ptx.shared_address(tile, 512 + row * 16 + half * 8))
+        o = ptx.mma_bf16(p, v, zero)
+        at = lane // 4 * 16 + half * 8 + lane % 4 * 2
+        ptx.store_global_v2_f32(ptx.global_address(args.out, at), (o[0], o[1]))
+        ptx.store_global_v2_f32(ptx.global_address(args.out, at + 128), (o[2], o[3]))
+
+
+def attention_arrays(rng):
+    tiles = {name: pairs(rng.integers(-2, 3, (16, 16)).astype(BF16)) for name in "qkv"}
+    return {**tiles, "out": np.full(256, np.nan, np.float32)}
+
+
+def check_attention(before, after):
+    q, k, v = (before[name].view(BF16).reshape(16, 16).astype(np.float64) for name in "qkv")
+    np.testing.assert_array_equal(after["out"].reshape(16, 16), q @ k.T @ v)  # small integers: all of it is exact
+
+
+# ----------------------------------------------------------------------------------------------------------- arithmetic
+
+FLOATS = [0.0, -0.0, 1.0, -1.0, 0.5, 3.0, -10.25, 100.0, -126.0, -127.5, -200.0, 128.0, 65504.0, 65520.0, 1e-39]
+FLOATS += [np.inf, -np.inf, np.nan, 1.00390625, 1.01171875, 1e-6, 3.3e38]
+
+
+def arithmetic(args):
+    i = cuda.threadIdx.x
+    args.powers[i] = ptx.ex2(args.x[i])
+    args.inverses[i] = ptx.rcp(args.x[i])
+    args.bf16[i] = ptx.pack_bf16x2(args.x[i], args.y[i])
+    args.f16[i] = ptx.pack_f16x2(args.x[i], args.y[i])
+    args.quotients[i] = ptx.divide_u32(args.dividends[i], i + 1)
+
+
+def arithmetic_arrays(rng):
+    x = np.concatenate([FLOATS, 8 * rng.standard_normal(64 - len(FLOATS))]).astype(np.float32)
+    out = {name: np.full(64, np.nan, np.float32) for name in ("powers", "inverses")}
+    words = {name: np.zeros(64, np.uint32) for name in ("bf16", "f16", "quotients")}
+    return {"x": x, "y": x[::-1].copy(), "dividends": rng.integers(0, 1 << 32, 64, dtype=np.uint32), **out, **words}
+
+
+def flushed(x):
+    return np.where(abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
+
+
+def check_arithmetic(before, after):
+    x, y = before["x"], before["y"]
+    with np.errstate(all="ignore"):
+        np.testing.assert_allclose(after["powers"], flushed(np.exp2(flushed(x))), rtol=2.0**-21, atol=0)
+        np.testing.assert_allclose(after["inverses"], flushed(1 / flushed(x)), rtol=2.0**-22, atol=0)
+        for name, dtype in (("bf16", BF16), ("f16", F16)):
+            got = after[name].view(np.uint16).reshape(64, 2)
+            for half, values in enumerate((x, y)):
+                want = values.astype(dtype).view(np.uint16)
+                want[np.isnan(values)] = 0x7FFF
+                np.testing.assert_array_equal(got[:, half], want, err_msg=name)
+    np.testing.assert_array_equal(after["quotients"], before["dividends"] // np.arange(1, 65, dtype=np.uint32))
+
+
+def unpack_e4m3(args):
+    i = cuda.threadIdx.x
+    args.out[i] = ptx.unpack_e4m3x2(args.two_bytes[i])
+
+
+def e4m3_arrays(rng):
+    """Every byte once; garbage above the 16 bits that count."""
+    two_bytes = np.arange(256, dtype=np.uint8).view(np.uint16).astype(np.uint32) | np.uint32(0xABCD0000)
+    return {"two_bytes": two_bytes, "out": np.zeros(128, np.uint32)}
+
+
+def check_e4m3(before, after):
+    want = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float16).view(np.uint16)
+    want[[0x7F, 0xFF]] = 0x7FFF
+    np.testing.assert_array_equal(after["out"].view(np.uint16), want)
+
+
+# ----------------------------------------------------------------------------------------------------- loads and stores
+
+
+def memory(args):
+    """A lane's 16 bytes go round: global, shared, the next lane's registers, global."""
+    room = cuda.shared.array(0, float32, alignment=128)
+    i = cuda.threadIdx.x
+    base = ptx.shared_address(room, 0)
+    mine, next_lane = base + 16 * i, base + 16 * ((i + 1) % 32)
+    words, floats = ptx.load_global_v4_u32(ptx.global_address(args.words, 4 * i)), (float32(i), float32(1))
+    ptx.prefetch_l2(ptx.global_address(args.floats, 4 * i))
+    ptx.store_shared_v4_u32(mine, words)
+    ptx.store_shared_v4_f32(mine + 512, ptx.load_global_v4_f32(ptx.global_address(args.floats, 4 * i)))
+    cuda.syncthreads()
+    ptx.store_global_v4_u32(ptx.global_address(args.out_words, 4 * i), ptx.load_shared_v4_u32(next_lane))
+    ptx.store_global_v4_f32(ptx.global_address(args.out_floats, 4 * i), ptx.load_shared_v4_f32(next_lane + 512))
+    cuda.syncthreads()
+    ptx.store_shared_u32(base + 4 * i, words[1])
+    ptx.store_shared_f32(base + 128 + 4 * i, floats[0])
+    cuda.syncthreads()
+    ptx.store_global_u32(ptx.global_address(args.out_word, i), ptx.load_shared_u32(base + 4 * (31 - i)))
+    pair = (ptx.load_shared_f32(base + 128 + 4 * (31 - i)), floats[1])
+    ptx.store_global_v2_f32(ptx.global_address(args.out_pair, 2 * i), pair)
+    two = ptx.load_global_v2_f32(ptx.global_address(args.floats, 2 * i))
+    # Lanes that read nothing have an address that is far outside.
+    far = ptx.global_address(args.floats, 4 * i if i % 2 else 1 << 50)
+    four = ptx.load_global_v4_f32_if(far, i % 2)
+    for e in range(4):
+        args.out_if[4 * i + e] = four[e] + two[e % 2]
+
+
+def memory_arrays(rng):
+    floats = {name: np.full(128, np.nan, np.float32) for name in ("out_floats", "out_if")}
+    return {
+        "words": rng.integers(0, 1 << 32, 128, dtype=np.uint32),
+        "floats": rng.integers(-100, 100, 128).astype(np.float32),
+        "out_words": np.zeros(128, np.uint32),
+        "out_word": np.zeros(32, np.uint32),
+        "out_pair": np.full(64, np.nan, np.float32),
+        **floats,
+    }
+
+
+def check_memory(before, after):
+    words, floats = before["words"].reshape(32, 4), before["floats"].reshape(32, 4)
+    np.testing.assert_array_equal(after["out_words"].reshape(32, 4), np.roll(words, -1, 0))
+    np.testing.assert_array_equal(after["out_floats"].reshape(32, 4), np.roll(floats, -1, 0))
+    np.testing.assert_array_equal(after["out_word"], words[::-1, 1])
+    np.testing.assert_array_equal(after["out_pair"].reshape(32, 2), [(31 - i, 1) for i in range(32)])
+    odd = (np.arange(32) % 2)[:, None]
+    np.testing.assert_array_equal(
+        after["out_if"].reshape(32, 4), floats * odd + np.tile(before["floats"][:64].reshape(32, 2), 2)
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- copies
+
+STAGES, TILES, TILE_WORDS = 3, 7, 128
+PENDING = STAGES - 2  # the instruction holds it, so it is a constant: an expression inside the kernel would be none
+
+
+def cp_async(args):
+    """A ring of three tiles, two in flight while one is read; the last row of each tile is cut short."""
+    ring = cuda.shared.array(0, uint32, alignment=128)
+    i = cuda.threadIdx.x
+    base = ptx.shared_address(ring, 0)
+    for tile in range(STAGES - 1):
+        ptx.cp_async_16(base + 512 * tile + 16 * i, ptx.global_address(args.tiles, TILE_WORDS * tile + 4 * i))
+        ptx.cp_async_commit()
+    for tile in range(TILES):
+        ptx.cp_async_wait(PENDING)
+        cuda.syncthreads()  # publishes this tile, and says that the slot filled next has been read
+        coming = tile + STAGES - 1
+        if coming < TILES:
+            source = ptx.global_address(args.tiles, TILE_WORDS * coming + 4 * i)
+            ptx.cp_async_16_zfill(base + 512 * (coming % STAGES) + 16 * i, source, 4 * (i % 5))
+        ptx.cp_async_commit()  # also an empty one: the count of groups goes on
+        for e in range(4):
+            args.out[TILE_WORDS * tile + 4 * i + e] = ring[TILE_WORDS * (tile % STAGES) + 4 * (31 - i) + e]
+
+
+def tile_arrays(rng):
+    return {
+        "tiles": rng.integers(1, 1 << 32, TILES * TILE_WORDS, dtype=np.uint32),
+        "out": np.zeros(TILES * TILE_WORDS, np.uint32),
+    }
+
+
+def check_cp_async(before, after):
+    want = before["tiles"].reshape(TILES, 32, 4).copy()
+    for lane in range(32):
+        want[STAGES - 1 :, lane, lane % 5 :] = 0
+    np.testing.assert_array_equal(after["out"].reshape(TILES, 32, 4), want[:, ::-1])
+
+
+def check_tiles(before, after):
+    want = before["tiles"].reshape(TILES, 32, 4)[:, ::-1]
+    np.testing.assert_array_equal(after["out"].reshape(TILES, 32, 4), want)
+
+
+def cp_async_ring(args):
+    """Warp 0 fills a ring for warp 1, with mbarriers only: full (32 copying threads), empty (32 reading threads)."""
+    ring = cuda.shared.array(0, uint32, alignment=128)
+    base = ptx.shared_address(ring, 0)
+    full, empty = base + STAGES * 512, base + STAGES * 512 + STAGES * 8
+    i = cuda.threadIdx.x % 32
+    if cuda.threadIdx.x == 0:
+        for slot in range(STAGES):
+            ptx.mbarrier_init(full + 8 * slot, 32)
+            ptx.mbarrier_init(empty + 8 * slot, 32)
+    cuda.syncthreads()
+    for tile in range(TILES):
+        slot, turn = tile % STAGES, tile // STAGES
+        if cuda.threadIdx.x < 32:
+            ptx.mbarrier_wait(empty + 8 * slot, (turn + 1) % 2)  # the first turn passes: nobody has used the slot
+            source = ptx.global_address(args.tiles, TILE_WORDS * tile + 4 * i)
+            ptx.cp_async_16(base + 512 * slot + 16 * i, source)
+            ptx.cp_async_arrive(full + 8 * slot)
+        else:
+            ptx.mbarrier_wait(full + 8 * slot, turn % 2)
+            four = ptx.load_shared_v4_u32(base + 512 * slot + 16 * (31 - i))
+            ptx.mbarrier_arrive(empty + 8 * slot)
+            ptx.store_global_v4_u32(ptx.global_address(args.out, TILE_WORDS * tile + 4 * i), four)
+
+
+def bulk_ring(args):
+    """The same by bulk copies, one thread for a tile; two copies a tile; consumers are warps 1 and 2."""
+    ring = cuda.shared.array(0, uint32, alignment=128)
+    base = ptx.shared_address(ring, 0)
+    full, empty = base + STAGES * 512, base + STAGES * 512 + STAGES * 8
+    warp, i = cuda.threadIdx.x // 32, cuda.threadIdx.x % 32
+    if cuda.threadIdx.x == 0:
+        for slot in range(STAGES):
+            ptx.mbarrier_init(full + 8 * slot, 1)
+            ptx.mbarrier_init(empty + 8 * slot, 64)
+        ptx.fence_mbarrier_init()
+    cuda.syncthreads()
+    for tile in range(TILES):
+        slot, turn = tile % STAGES, tile // STAGES
+        if warp == 0:
+            ptx.mbarrier_try_wait(empty + 8 * slot, (turn + 1) % 2)
+            if ptx.elect_one():
+                ptx.mbarrier_arrive_expect_tx(full + 8 * slot, 512)
+                for half in range(2):
+                    source = ptx.global_address(args.tiles, TILE_WORDS * tile + 64 * half)
+                    ptx.bulk_copy(base + 512 * slot + 256 * half, source, 256, full + 8 * slot)
+        else:
+            ptx.mbarrier_try_wait(full + 8 * slot, turn % 2)
+            four = ptx.load_shared_v4_u32(base + 512 * slot + 16 * (31 - i))
+            if warp == 1:
+                ptx.store_shared_u32(base + 512 * slot + 16 * (31 - i), 0)  # a write before the next bulk copy
+                ptx.store_global_v4_u32(ptx.global_address(args.out, TILE_WORDS * tile + 4 * i), four)
+            ptx.fence_proxy_async()
+            ptx.mbarrier_arrive(empty + 8 * slot)
+
+
+# ---------------------------------------------------------------------------------------------------------------- warps
+
+ROUNDS = 5
+
+
+def named_barriers(args):
+    """Warps 0, 1 write and arrive, warp 2 waits and reads; back by a second barrier.  Warp 3 takes no part."""
+    room = cuda.shared.array(0, int32, alignment=128)
+    i, warp = cuda.threadIdx.x, cuda.threadIdx.x // 32
+    for turn in range(ROUNDS):
+        if warp < 2:
+            room[i] = args.x[64 * turn + i]
+            ptx.barrier_arrive(1, 96)
+            ptx.barrier_sync(2, 96)  # before the room is written again
+        elif warp == 2:
+            ptx.barrier_sync(1, 96)
+            args.out[32 * turn + i - 64] = room[95 - i] + 1000 * room[127 - i]
+            ptx.barrier_arrive(2, 96)
+
+
+def named_arrays(rng):
+    return {"x": rng.integers(0, 1000, 64 * ROUNDS).astype(np.int32), "out": np.zeros(32 * ROUNDS, np.int32)}
+
+
+def check_named(before, after):
+    x = before["x"].reshape(ROUNDS, 64)[:, ::-1]
+    np.testing.assert_array_equal(after["out"].reshape(ROUNDS, 32), x[:, 32:] + 1000 * x[:, :32])
+
+
+def elect(args):
+    args.out[cuda.threadIdx.x] = 1 if ptx.elect_one() else 0
+    args.again[cuda.threadIdx.x] = 1 if ptx.elect_one() else 0
+
+
+def elect_arrays(rng):
+    return {"out": np.full(64, 9, np.int32), "again": np.full(64, 9, np.int32)}
+
+
+def check_elect(before, after):
+    assert after["out"].reshape(2, 32).sum(1).tolist() == [1, 1]
+    np.testing.assert_array_equal(after["out"], after["again"])
+
+
+def registers(args):
+    """384 threads have 168 registers each at launch; one group of four warps takes what the two others give."""
+    i = cuda.threadIdx.x
+    if i < 128:
+        ptx.setmaxnreg_inc(184)
+        args.out[i] = 1
+    else:
+        ptx.setmaxnreg_dec(160)
+        args.out[i] = 2
+
+
+def check_registers(before, after):
+    np.testing.assert_array_equal(after["out"], [1] * 128 + [2] * 256)
+
+
+LDMATRIX = {f"ldmatrix.sync.aligned.m8n8.x{n}{t}.shared.b16": 1 for n in (1, 2, 4) for t in ("", ".trans")}
+RING_BYTES = STAGES * (512 + 16)
+
+CASES = [
+    mma_case("bf16", BF16),
+    mma_case("f16", F16),
+    Case("ldmatrix", ldmatrix, ldmatrix_arrays, check_ldmatrix, LDMATRIX, shared_bytes=512),
+    Case(
+        "attention tile",
+        attention_tile,
+        attention_arrays,
+        check_attention,
+        {"mma.sync.aligned": 4, "ldmatrix.sync.aligned": 4, "cvt.rn.bf16x2.f32": 4, "st.global.v2.f32": 4},
+        shared_bytes=1536,
+    ),
+    Case(
+        "arithmetic",
+        arithmetic,
+        arithmetic_arrays,
+        check_arithmetic,
+        {
+            "ex2.approx.ftz.f32": 1,
+            "rcp.approx.ftz.f32": 1,
+            "cvt.rn.bf16x2.f32": 1,
+            "cvt.rn.f16x2.f32": 1,
+            "div.u32": 1,
+        },
+        threads=64,
+    ),
+    Case("e4m3", unpack_e4m3, e4m3_arrays, check_e4m3, {"cvt.rn.f16x2.e4m3x2": 1}, min_cc=(8, 9), threads=128),
+    Case(
+        "memory",
+        memory,
+        memory_arrays,
+        check_memory,
+        {
+            "ld.global.cg.v4.u32": 1,
+            "ld.global.cg.v4.f32": 2,
+            "@yes ld.global.cg.v4.f32": 1,
+            "ld.global.cg.v2.f32": 1,
+            "st.global.v4.u32": 1,
+            "st.global.v4.f32": 1,
+            "st.global.v2.f32": 1,
+            "ld.shared.v4.u32": 1,
+            "ld.shared.v4.f32": 1,
+            "st.shared.v4.u32": 1,
+            "st.shared.v4.f32": 1,
+            "prefetch.global.L2": 1,
+        },
+        shared_bytes=1024,
+    ),
+    Case(
+        "cp_async",
+        cp_async,
+        tile_arrays,
+        check_cp_async,
+        {"cp.async.wait_group 1;": 1},
+        shared_bytes=512 * STAGES,
+    ),
+    Case(
+        "cp_async ring",
+        cp_async_ring,
+        tile_arrays,
+        check_tiles,
+        {
+            "cp.async.mbarrier.arrive.noinc.shared.b64": 1,
+            "mbarrier.test_wait.parity.shared.b64": 2,
+            "mbarrier.arrive.shared.b64": 1,
+        },
+        threads=64,
+        shared_bytes=RING_BYTES,
+    ),
+    Case(
+        "bulk ring",
+        bulk_ring,
+        tile_arrays,
+        check_tiles,
+        {
+            "mbarrier.try_wait.parity.shared::cta.b64": 2,
+            "mbarrier.arrive.expect_tx.shared::cta.b64": 1,
+            "elect.sync": 1,
+            "fence.proxy.async.shared::cta": 1,
+            "fence.mbarrier_init.release.cluster": 1,
+        },
+        min_cc=(9, 0),
+        threads=96,
+        shared_bytes=RING_BYTES,
+    ),
+    Case(
+        "named barriers",
+        named_barriers,
+        named_arrays,
+        check_named,
+        {"bar.arrive": 2},
+        threads=128,
+        shared_bytes=256,
+    ),
+    Case("elect", elect, elect_arrays, check_elect, {"elect.sync _|chosen, 0xffffffff": 2}, min_cc=(9, 0), threads=64),
+    Case(
+        "setmaxnreg",
+        registers,
+        lambda rng: {"out": np.zeros(384, np.int32)},
+        check_registers,
+        {"setmaxnreg.inc.sync.aligned.u32 184": 1, "setmaxnreg.dec.sync.aligned.u32 160": 1},
+        min_cc=(9, 0),
+        threads=384,
+        whole_program=True,
+    ),
+]
