@@ -21,10 +21,10 @@ from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError, DriverError
 from nbverify.findings import NOTHING_FOUND
 from nbverify.kernels import geometry as geo
-from nbverify.kernels.geometry import SimtGeometry
+from nbverify.kernels.geometry import Geometry
+from nbverify.kernels.tiles import limits_of
 from nbverify.spec import VerifySpec
 
-EMULATOR_SHARED_LIMIT = 232_448  # of sm_90; ``shared_limit`` plays a smaller device
 EMULATOR_MEMORY = 2**36  # more than any emulated problem needs
 ALL_BITS = 0xFF  # NaN in every float format
 
@@ -42,21 +42,22 @@ class BoundCall(Protocol):
 class GpuBackend:
     """Compile, load, allocate and launch on a GPU."""
 
-    def __init__(self, ordinal: Any, spec: VerifySpec, geometry: SimtGeometry, debug: bool):
+    def __init__(self, ordinal: Any, spec: VerifySpec, debug: bool):
         self.device = launch.Device(ordinal)
         self.name = self.device.name
-        self.shared_limit = self.device.shared_limit
-        self._spec, self._geometry, self._debug = spec, geometry, debug
+        self._target = compile.target_of(compile.override_cc() or self.device.cc)
+        self.target = self._target.name
+        self.limits = limits_of((self._target.major, self._target.minor), self.device.shared_limit)
+        self._spec, self._debug = spec, debug
         self._storage = {b.name: contract.storage_dtype(b, spec) for b in contract.BUFFERS}
         self._layout = launch.ParameterLayout(contract.parameters(spec))
         if spec.reduction == "grid_sync" and not self.device.cooperative:
             raise DriverError(f"{self.name} does not support cooperative launches; {launch.TWO_LAUNCH_HINT}")
 
-    def load(self) -> None:
+    def load(self, geometry: Geometry) -> None:
         """Compile or take from the cache, load, and ask for the occupancy of the kernel that walks the keys."""
-        target = compile.target_of(compile.override_cc() or self.device.cc)
-        self.target = target.name
-        self.compiled = _compile_with_status(self._spec, target, self._debug)
+        self._geometry = geometry
+        self.compiled = _compile_with_status(self._spec, self._target, geometry, self._debug)
         self._steps = geo.steps(self._spec, self._geometry, debug=self._debug)
         self._kernels = [
             launch.LoadedKernel(self.device, compiled, threads=step.threads, shared_bytes=step.shared_bytes)
@@ -135,17 +136,18 @@ class EmulatorBackend:
     target = "emulator"
     compiled: tuple[CompiledKernel, ...] = ()
 
-    def __init__(self, emulator: Emulator, spec: VerifySpec, geometry: SimtGeometry, debug: bool):
-        self._emulator, self._spec, self._geometry, self._debug = emulator, spec, geometry, debug
-        self.shared_limit = EMULATOR_SHARED_LIMIT
+    def __init__(self, emulator: Emulator, spec: VerifySpec, debug: bool):
+        self._emulator, self._spec, self._debug = emulator, spec, debug
+        self.limits = limits_of(emulator.cc)
         self._storage = {b.name: contract.storage_dtype(b, spec) for b in contract.BUFFERS}
         self.max_blocks = emulator.blocks
         self.name = f"emulator of {emulator.blocks} blocks, seed {emulator.seed}"
 
-    def load(self) -> None:
+    def load(self, geometry: Geometry) -> None:
         """The bodies themselves."""
         from nbverify.kernels.bodies import make_bodies
 
+        self._geometry = geometry
         self._bodies = make_bodies(self._spec, self._geometry, debug=self._debug)
         self._steps = geo.steps(self._spec, self._geometry, debug=self._debug)
 
@@ -263,12 +265,14 @@ def flat_storage(array: np.ndarray, info: ArrayInfo, storage: str) -> np.ndarray
     return np.lib.stride_tricks.as_strided(first, (num_bytes,), (1,), writeable=writeable).view(storage)
 
 
-def _compile_with_status(spec: VerifySpec, target: Target, debug: bool) -> tuple[CompiledKernel, ...]:
+def _compile_with_status(
+    spec: VerifySpec, target: Target, geometry: Geometry, debug: bool
+) -> tuple[CompiledKernel, ...]:
     """Compile, with a line on a terminal while it lasts: a cold compilation takes several seconds."""
     if not sys.stderr.isatty():
-        return compile.compile_spec(spec, target, debug=debug)
+        return compile.compile_spec(spec, target, geometry, debug=debug)
     from rich.console import Console
 
     with Console(stderr=True).status("nbverify") as status:
         show: Callable[[str], None] = lambda text: status.update(f"nbverify: {text}")  # noqa: E731
-        return compile.compile_spec(spec, target, debug=debug, progress=show)
+        return compile.compile_spec(spec, target, geometry, debug=debug, progress=show)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import nbverify
 from nbverify import presets
 from nbverify.errors import ArgumentError, NbverifyError
+from nbverify.kernels.geometry import Geometry
+from nbverify.kernels.tiles import geometry_of, limits_of
 from nbverify.spec import DTYPES, KERNELS, KV_DTYPE_FP8, REDUCTIONS, SPLITS, Mask, VerifySpec
 
 if TYPE_CHECKING:
@@ -281,11 +283,12 @@ def run_compile(arguments: argparse.Namespace) -> int:
                 status.update(f"{line} (10 to 60 s)")
 
             start = time.perf_counter()
-            kernels = compile.compile_spec(spec, target, debug=arguments.debug, progress=say)
+            geometry = geometry_of(spec, limits_of((target.major, target.minor)))
+            kernels = compile.compile_spec(spec, target, geometry, debug=arguments.debug, progress=say)
             seconds = time.perf_counter() - start
             compiled += kernels
             reports += kernel_reports(
-                spec, kernels, target.cc[:2], debug=arguments.debug, cached=not lines, seconds=seconds
+                spec, geometry, kernels, target.cc[:2], debug=arguments.debug, cached=not lines, seconds=seconds
             )
     for path, contents in ((arguments.ptx, "ptx"), (arguments.cubin, "cubin")):
         if path is not None:
@@ -332,6 +335,7 @@ def spec_of(arguments: argparse.Namespace) -> VerifySpec:
 
 def kernel_reports(
     spec: VerifySpec,
+    geometry: Geometry,
     kernels: Sequence[CompiledKernel],
     cc: tuple[int, int],
     *,
@@ -343,7 +347,7 @@ def kernel_reports(
     from nbverify.doctor import SYSTEM_SHARED_BYTES
     from nbverify.kernels import geometry as geo
 
-    steps = geo.steps(spec, geo.simt_geometry(spec), debug=debug)
+    steps = geo.steps(spec, geometry, debug=debug)
     reports = []
     for kernel, step in zip(kernels, steps, strict=True):
         r = kernel.resources

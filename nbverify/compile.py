@@ -38,7 +38,7 @@ import numpy as np
 from nbverify import contract
 from nbverify.contract import Parameter
 from nbverify.errors import ArgumentError, CompileError
-from nbverify.kernels.geometry import simt_geometry, steps
+from nbverify.kernels.geometry import Geometry, steps
 from nbverify.spec import VerifySpec
 
 OVERRIDE = "NUMBA_FORCE_CUDA_CC"
@@ -135,29 +135,33 @@ def _parse_cc(cc: object) -> tuple[int, int]:
 
 
 def compile_spec(
-    spec: VerifySpec, target: Target, *, debug: bool = False, progress: Callable[[str], None] | None = None
+    spec: VerifySpec,
+    target: Target,
+    geometry: Geometry,
+    *,
+    debug: bool = False,
+    progress: Callable[[str], None] | None = None,
 ) -> tuple[CompiledKernel, ...]:
     """The kernels of a spec in launch order, from the cache or compiled now.
 
     With ``debug`` the input checks come first.  ``progress`` is called with a line of text before each long step.
     """
-    path = cache_directory() / f"{_cache_key(spec, target, debug)}.json"
+    path = cache_directory() / f"{_cache_key(spec, target, geometry, debug)}.json"
     kernels = _read_cached(path)
     if kernels is None:
         with _compile_lock:
             kernels = _read_cached(path)  # another thread may have made it while this one waited
             if kernels is None:
-                kernels = _compile_now(spec, target, debug, progress)
+                kernels = _compile_now(spec, target, geometry, debug, progress)
                 _write_cached(path, kernels)
     return kernels
 
 
 def _compile_now(
-    spec: VerifySpec, target: Target, debug: bool, progress: Callable[[str], None] | None
+    spec: VerifySpec, target: Target, geometry: Geometry, debug: bool, progress: Callable[[str], None] | None
 ) -> tuple[CompiledKernel, ...]:
     from nbverify.kernels.bodies import make_bodies
 
-    geometry = simt_geometry(spec)
     kernels = []
     bodies = make_bodies(spec, geometry, debug=debug)
     for body, step in zip(bodies, steps(spec, geometry, debug=debug), strict=True):
@@ -336,11 +340,12 @@ def toolkit_versions() -> dict[str, str]:
     return found
 
 
-def _cache_key(spec: VerifySpec, target: Target, debug: bool) -> str:
+def _cache_key(spec: VerifySpec, target: Target, geometry: Geometry, debug: bool) -> str:
     parts = (
         source_hash(),
         _build_hash(),
         spec.compile_key,
+        repr(geometry),
         describe_function(spec.score_mod),
         debug,
         target.name,

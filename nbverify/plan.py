@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,8 @@ from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError, DeviceInputError
 from nbverify.findings import describe_findings
 from nbverify.kernels import geometry as geo
-from nbverify.kernels.geometry import SimtGeometry
+from nbverify.kernels.geometry import Geometry
+from nbverify.kernels.tiles import geometry_of
 from nbverify.spec import FLOAT32_MAX, FLOAT32_TINY, Mask, VerifySpec
 
 WRITTEN = ("out", "lse")
@@ -39,7 +40,7 @@ class PlanReport:
 
     device: str
     target: str
-    geometry: SimtGeometry
+    geometry: Geometry
     kernels: tuple[CompiledKernel, ...]
     grid: int
     blocks_per_sm: int
@@ -101,20 +102,22 @@ class VerifyPlan:
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ArgumentError(name, "None or an int >= 1", repr(value))
         self.spec, self.debug = spec, debug
-        self.geometry = geo.simt_geometry(spec)
         backend: GpuBackend | EmulatorBackend
         if isinstance(device, str) and device == "emulator":
-            backend = EmulatorBackend(Emulator(), spec, self.geometry, debug)
+            backend = EmulatorBackend(Emulator(), spec, debug)
         elif isinstance(device, Emulator):
-            backend = EmulatorBackend(device, spec, self.geometry, debug)
+            backend = EmulatorBackend(device, spec, debug)
         elif device is not None and (type(device) is not int or device < 0):
             raise ArgumentError("device", 'None, an ordinal, "emulator" or an Emulator', repr(device))
         else:
-            backend = GpuBackend(device, spec, self.geometry, debug)
+            backend = GpuBackend(device, spec, debug)
         self._backend = backend
-        limit = backend.shared_limit if shared_limit is None else min(shared_limit, backend.shared_limit)
-        geo.check_shared_memory(spec, self.geometry, limit)
-        backend.load()
+        limits = backend.limits
+        if shared_limit is not None:
+            limits = replace(limits, shared_bytes=min(shared_limit, limits.shared_bytes))
+        self.geometry = geometry_of(spec, limits)
+        geo.check_shared_memory(spec, self.geometry, limits.shared_bytes)
+        backend.load(self.geometry)
         if max_blocks is not None and max_blocks > backend.max_blocks:
             raise ArgumentError(
                 "max_blocks", f"<= {backend.max_blocks}, the blocks that can be co-resident", max_blocks

@@ -22,7 +22,7 @@ DTYPES = ("bfloat16", "float16")
 KV_DTYPE_FP8 = "float8_e4m3fn"
 SPLITS = ("balanced", "fixed")
 REDUCTIONS = ("grid_sync", "two_launch")
-KERNELS = ("simt",)
+KERNELS = ("mma", "simt")
 
 
 class Mask(str, Enum):

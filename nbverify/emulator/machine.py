@@ -33,18 +33,23 @@ class Emulator:
         How many blocks fit at once; a plan sizes its grid by it.
     seed
         Order of threads and contents of uninitialised memory.  0: plain order.
+    cc
+        The compute capability whose tiles and copy engine a plan takes: (8, 0), (9, 0), (12, 0) ..
     """
 
-    def __init__(self, blocks: int = 4, seed: int = 0):
+    def __init__(self, blocks: int = 4, seed: int = 0, cc: tuple[int, int] = (9, 0)):
         if isinstance(blocks, bool) or not isinstance(blocks, int) or blocks < 1:
             raise ArgumentError("blocks", "an int >= 1", repr(blocks))
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ArgumentError("seed", "an int >= 0", repr(seed))
+        if not isinstance(cc, tuple) or len(cc) != 2 or any(type(x) is not int for x in cc) or cc < (8, 0):
+            raise ArgumentError("cc", "a compute capability of at least (8, 0), such as (12, 0)", repr(cc))
         self.blocks = blocks
         self.seed = seed
+        self.cc = cc
 
     def __repr__(self) -> str:
-        return f"Emulator(blocks={self.blocks}, seed={self.seed})"
+        return f"Emulator(blocks={self.blocks}, seed={self.seed}, cc={self.cc})"
 
     def launch(self, body: Any, args: Any, *, grid: int, block: int, shared_bytes: int, name: str) -> None:
         """Run ``body(args)`` for ``grid`` blocks of ``block`` threads; return when all have returned.

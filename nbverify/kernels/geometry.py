@@ -7,6 +7,7 @@ kernels take their constants from the same object.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from nbverify.errors import ArgumentError
 from nbverify.spec import VerifySpec
@@ -20,6 +21,10 @@ SIMT_WARPS = 4
 SIMT_ROWS_PER_WARP = 4
 SIMT_KEYS_PER_TILE = WARP
 
+# The merge (reduce/merge.py): a row's states are added in runs, and a warp takes this many columns of it at a time.
+MERGE_RUNS = 8
+MERGE_COLUMNS = 256
+
 CHECK_THREADS = 256  # the input checks of debug=True: one block
 
 # split="fixed": a chunk shorter than 8 tiles costs more in partials (written and read once, float32) than its keys.
@@ -27,6 +32,43 @@ MIN_CHUNK_TILES = 8
 # split="fixed": one request alone should give about this many chunks, enough for every SM of the largest GPU twice.
 TARGET_CHUNKS_PER_REQUEST = 512
 MAX_SPLITS = 64
+
+
+class Geometry(Protocol):
+    """What the schedule, the merge and the launcher need to know of a kernel."""
+
+    @property
+    def rows_per_tile(self) -> int:
+        """Query rows of a row unit."""
+
+    @property
+    def keys_per_tile(self) -> int:
+        """Keys of a tile: the quantum in which work is cut."""
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+
+    @property
+    def table_offset(self) -> int:
+        """Where the work table starts in shared memory, in 4-byte words."""
+
+    def shared_bytes(self, max_requests: int) -> int:
+        """Dynamic shared memory of a block that walks keys."""
+
+
+def table_bytes(max_requests: int) -> int:
+    """The work table, see kernels/schedule.py."""
+    return 2 * 8 * (max_requests + 1)
+
+
+def merge_scratch_bytes() -> int:
+    """Scratch of the merge, at the start of a block's shared memory: what each run adds up to, float32."""
+    return 4 * MERGE_RUNS * (MERGE_COLUMNS + 4)
 
 
 @dataclass(frozen=True)
@@ -67,12 +109,7 @@ class SimtGeometry:
 
     def shared_bytes(self, max_requests: int) -> int:
         """Dynamic shared memory of a block that walks keys."""
-        return 4 * self.table_offset + self.table_bytes(max_requests)
-
-    @staticmethod
-    def table_bytes(max_requests: int) -> int:
-        """The work table: all the shared memory of a block that only merges."""
-        return 2 * 8 * (max_requests + 1)
+        return 4 * self.table_offset + table_bytes(max_requests)
 
 
 def simt_geometry(spec: VerifySpec) -> SimtGeometry:
@@ -88,7 +125,7 @@ def simt_geometry(spec: VerifySpec) -> SimtGeometry:
     weights_offset = v_offset + keys * v_stride
     states_offset = weights_offset + rows * keys
     o_offset = states_offset + rows * 2
-    table_offset = _round_up(o_offset + rows * spec.head_dim_v, 4)
+    table_offset = _round_up(max(o_offset + rows * spec.head_dim_v, merge_scratch_bytes() // 4), 4)
     return SimtGeometry(
         rows_per_tile=rows,
         keys_per_tile=keys,
@@ -118,10 +155,10 @@ class Step:
     one_block: bool  # else the plan's grid
 
 
-def steps(spec: VerifySpec, geometry: SimtGeometry, *, debug: bool) -> tuple[Step, ...]:
+def steps(spec: VerifySpec, geometry: Geometry, *, debug: bool) -> tuple[Step, ...]:
     """The kernels of a launch, in order; ``kernels.bodies.make_bodies`` makes their bodies in the same order."""
     walk = geometry.shared_bytes(spec.max_requests)
-    merge = geometry.table_bytes(spec.max_requests)
+    merge = merge_scratch_bytes() + table_bytes(spec.max_requests)
     check = (Step("check", CHECK_THREADS, 0, one_block=True),) if debug else ()
     if spec.reduction == "grid_sync":
         return (*check, Step("verify", geometry.threads, walk, one_block=False))
@@ -132,11 +169,11 @@ def steps(spec: VerifySpec, geometry: SimtGeometry, *, debug: bool) -> tuple[Ste
     )
 
 
-def check_shared_memory(spec: VerifySpec, geometry: SimtGeometry, limit_bytes: int) -> None:
+def check_shared_memory(spec: VerifySpec, geometry: Geometry, limit_bytes: int) -> None:
     """Refuse, with both numbers, a spec whose tile and work table do not fit a block's shared memory."""
     need = geometry.shared_bytes(spec.max_requests)
     if need > limit_bytes:
-        table = geometry.table_bytes(spec.max_requests)
+        table = table_bytes(spec.max_requests)
         raise ArgumentError(
             "spec",
             f"at most {limit_bytes} bytes of shared memory a block",
@@ -145,19 +182,19 @@ def check_shared_memory(spec: VerifySpec, geometry: SimtGeometry, limit_bytes: i
         )
 
 
-def units_per_request(spec: VerifySpec, geometry: SimtGeometry) -> int:
+def units_per_request(spec: VerifySpec, geometry: Geometry) -> int:
     """Row units (KV head x row tile) of a request with ``max_nodes`` nodes."""
     return spec.num_kv_heads * -(-spec.max_nodes * spec.group // geometry.rows_per_tile)
 
 
-def max_splits(spec: VerifySpec, geometry: SimtGeometry) -> int:
+def max_splits(spec: VerifySpec, geometry: Geometry) -> int:
     """``split="fixed"``: most chunks of one row unit.  From the spec alone, so that bits do not depend on the batch."""
     wanted = -(-TARGET_CHUNKS_PER_REQUEST // units_per_request(spec, geometry))
     tiles = -(-spec.max_kv_len // geometry.keys_per_tile)
     return max(1, min(wanted, MAX_SPLITS, -(-tiles // MIN_CHUNK_TILES)))
 
 
-def num_partials(spec: VerifySpec, geometry: SimtGeometry, grid: int) -> int:
+def num_partials(spec: VerifySpec, geometry: Geometry, grid: int) -> int:
     """Partial states that one launch can leave.
 
     balanced: a block adds one segment, and so does a row unit's start; the state's number is block + unit.
@@ -169,7 +206,7 @@ def num_partials(spec: VerifySpec, geometry: SimtGeometry, grid: int) -> int:
     return grid + units
 
 
-def workspace_bytes(spec: VerifySpec, geometry: SimtGeometry, grid: int) -> int:
+def workspace_bytes(spec: VerifySpec, geometry: Geometry, grid: int) -> int:
     """Device bytes of the partial states: o and (m, l), float32."""
     return 4 * num_partials(spec, geometry, grid) * geometry.rows_per_tile * (spec.head_dim_v + 2)
 

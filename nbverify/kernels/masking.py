@@ -1,11 +1,15 @@
-"""Which keys a node sees: the one place to edit when a mask layout changes.
+"""From a dot product to the score that the softmax takes: scale, mask, score_mod.
+
+Which keys a node sees is decided here alone: the one place to edit when a mask layout changes.
 
 For a request with prefix length c and n nodes, key j is a prefix token for j < c and draft j - c otherwise.
 A position outside ``custom_mask`` counts as hidden: a padded request's block may lie past the end of the buffer.
 """
 
-from numba import cuda, int64, uint32
+from numba import cuda, float32, int32, int64, uint32
+from numba.cuda import libdevice
 
+from nbverify.kernels.softmax import LOG2_E, NEG_INF
 from nbverify.spec import Mask
 
 BITS_PER_WORD = 32
@@ -45,3 +49,45 @@ def make_visible(spec):
         return True
 
     return cuda.jit(device=True)(visible)
+
+
+def make_finish_score(spec):
+    """``finish_score(args, request, kv_head, mask_start, head_row, key, product)``: times log2(e), or -inf if hidden.
+
+    ``head_row`` counts (node, head in group) pairs of the request, node major; a row past the last node, or a key past
+    the last key, is hidden.  ``mask_start`` is the request's entry of ``mask_indptr``.
+    """
+    group = spec.group
+    visible = make_visible(spec)
+    change_score = _make_change_score(spec.score_mod)
+
+    @cuda.jit(device=True)
+    def finish_score(args, request, kv_head, mask_start, head_row, key, product):
+        if head_row >= request.num_nodes * group or key >= request.num_keys:
+            return NEG_INF
+        node, head = head_row // group, kv_head * group + head_row % group
+        if not visible(args, mask_start, request, node, key):
+            return NEG_INF
+        scaled = libdevice.fmul_rn(product, args.score_scale)
+        return libdevice.fmul_rn(change_score(scaled, request.number, head, node, key), LOG2_E)
+
+    return finish_score
+
+
+def _make_change_score(score_mod):
+    """The user's ``score_mod`` as a device function; without one, the score itself."""
+    if score_mod is None:
+
+        @cuda.jit(device=True)
+        def keep_score(score, request, head, node, key):
+            return score
+
+        return keep_score
+
+    modify = cuda.jit(device=True)(score_mod)
+
+    @cuda.jit(device=True)
+    def change_score(score, request, head, node, key):
+        return float32(modify(score, int32(request), int32(head), int32(node), int32(key)))
+
+    return change_score

@@ -320,6 +320,12 @@ def store_shared_u32(typingctx, address, value):
 
 
 @intrinsic
+def store_shared_v2_u32(typingctx, address, values):
+    """8 bytes, 8-byte aligned: shared, u32[2]."""
+    return _emit("st.shared.v2.u32 [$0], {$1, $2};", types.void, (address, u32), (values, u32x2))
+
+
+@intrinsic
 def store_shared_f32(typingctx, address, value):
     """4 bytes, 4-byte aligned: shared, f32."""
     return _emit("st.shared.f32 [$0], $1;", types.void, (address, u32), (value, f32))

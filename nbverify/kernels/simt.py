@@ -35,7 +35,7 @@ from nbverify.kernels.formats import make_narrow, make_widen
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.indices import load_index
 from nbverify.kernels.kv_tiles import make_copy_tile
-from nbverify.kernels.masking import make_visible
+from nbverify.kernels.masking import make_finish_score
 from nbverify.kernels.schedule import make_schedule
 from nbverify.kernels.softmax import (
     LOG2_E,
@@ -77,8 +77,7 @@ def make_split_phase(spec, geometry, schedule):
 
     widen, narrow = make_widen(spec.dtype), make_narrow(spec.dtype)
     copy_tile = make_copy_tile(spec, geometry)
-    visible = make_visible(spec)
-    change_score = _make_change_score(spec.score_mod)
+    finish_score = make_finish_score(spec)
 
     @cuda.jit(device=True)
     def copy_queries(args, request, kv_head, first_row, rows_here, q_tile):
@@ -105,17 +104,6 @@ def make_split_phase(spec, geometry, schedule):
                 even_sum = cuda.fma(widen(q_pair), k_even, scores[r])
                 scores[r] = cuda.fma(widen(q_pair >> uint32(16)), k_odd, even_sum)
             word += 1
-
-    @cuda.jit(device=True)
-    def mask_and_modify(args, request, kv_head, mask_start, head_row, key, score):
-        """The score as the softmax takes it: times log2(e), or -inf where the row does not see the key."""
-        if head_row >= request.num_nodes * group or key >= request.num_keys:
-            return NEG_INF
-        node, head = head_row // group, kv_head * group + head_row % group
-        if not visible(args, mask_start, request, node, key):
-            return NEG_INF
-        scaled = libdevice.fmul_rn(score, args.score_scale)
-        return libdevice.fmul_rn(change_score(scaled, request.number, head, node, key), LOG2_E)
 
     @cuda.jit(device=True)
     def add_values(v_tile, p_rows, o_rows, factors):
@@ -194,7 +182,7 @@ def make_split_phase(spec, geometry, schedule):
                 dot_products(q_rows, k_tile, scores)
                 for r in range(rows_per_warp):
                     head_row, key = first_row + warp_row + r, first_key + lane
-                    score = mask_and_modify(args, request, kv_head, mask_start, head_row, key, scores[r])
+                    score = finish_score(args, request, kv_head, mask_start, head_row, key, scores[r])
                     maximum = max(maxima[r], warp_max(score))
                     p = weight(score, maximum)
                     factors[r] = weight(maxima[r], maximum)
@@ -242,22 +230,3 @@ def make_split_phase(spec, geometry, schedule):
             position = segment.next_position
 
     return split_phase
-
-
-def _make_change_score(score_mod):
-    """The user's ``score_mod`` as a device function; without one, the score itself."""
-    if score_mod is None:
-
-        @cuda.jit(device=True)
-        def keep_score(score, request, head, node, key):
-            return score
-
-        return keep_score
-
-    modify = cuda.jit(device=True)(score_mod)
-
-    @cuda.jit(device=True)
-    def change_score(score, request, head, node, key):
-        return float32(modify(score, int32(request), int32(head), int32(node), int32(key)))
-
-    return change_score

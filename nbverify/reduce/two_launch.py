@@ -6,6 +6,10 @@ the error says to ask for it; it is never chosen silently.  It is also the oracl
 
 from numba import cuda, int64
 
+from nbverify.kernels.geometry import merge_scratch_bytes
+
+MERGE_TABLE_OFFSET = merge_scratch_bytes() // 8  # in int64: behind the merge's scratch
+
 
 def make_bodies(prepare, split_phase, merge_phase, table_offset):
     """Two kernel bodies, to be launched with the same grid one after the other.
@@ -19,7 +23,7 @@ def make_bodies(prepare, split_phase, merge_phase, table_offset):
         split_phase(args, table)
 
     def verify_merge(args):
-        table = cuda.shared.array(0, int64, 16)  # this kernel has no tiles: its table starts at 0
+        table = cuda.shared.array(0, int64, 16)[MERGE_TABLE_OFFSET:]  # this kernel has no tiles
         prepare(args, table)
         merge_phase(args, table)
 

@@ -1,0 +1,49 @@
+"""The segment that a block works on, as a record in shared memory.
+
+All threads of a block work on the same segment, and need its fields rarely: when a tile is fetched, when a score is
+masked, when rows are written.  Kept in registers, some thirty of them a thread would be missing to the accumulators.  So
+one warp looks the segment up and writes it down, and each use reads the fields that it needs, a few cycles away.
+
+There are two records.  The next segment is written into the one that the current segment does not use, and the block
+barrier that publishes it tells that everybody is done with the other.
+"""
+
+from numba import cuda, int64
+
+from nbverify.kernels.geometry import WARP
+from nbverify.kernels.indices import load_index
+from nbverify.kernels.schedule import Request, Segment
+
+NEXT_POSITION, MASK_START, SHARE_END = 12, 13, 14
+
+
+def make_open_segment(spec, schedule):
+    """``open_segment(args, table, position, share_end, record)``: fill it.  All threads of the block call it."""
+    reads_mask = spec.mask.reads_buffer
+    segment_at = schedule.segment_at
+
+    @cuda.jit(device=True)
+    def open_segment(args, table, position, share_end, record):
+        if cuda.threadIdx.x < WARP:
+            segment = segment_at(args, table, position, share_end)
+            request = segment.request
+            mask_start = int64(0)
+            if reads_mask:
+                mask_start = load_index(args.mask_indptr, args.mask_indptr_words, request.number)
+            if cuda.threadIdx.x == 0:
+                record[0], record[1], record[2] = request.number, request.prefix_start, request.prefix_len
+                record[3], record[4], record[5] = request.token_start, request.num_nodes, request.num_keys
+                record[6], record[7] = segment.kv_head, segment.first_row
+                record[8], record[9], record[10] = segment.first_tile, segment.end_tile, int64(segment.direct)
+                record[11], record[12] = segment.state, segment.next_position
+                record[MASK_START], record[SHARE_END] = mask_start, share_end
+        cuda.syncthreads()  # publishes the record; nobody uses the other one any more
+
+    return open_segment
+
+
+@cuda.jit(device=True, forceinline=True)
+def load_segment(record):
+    """The fields of a record.  What is not used is not loaded."""
+    request = Request(record[0], record[1], record[2], record[3], record[4], record[5])
+    return Segment(request, record[6], record[7], record[8], record[9], record[10] != 0, record[11], record[12])

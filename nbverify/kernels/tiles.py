@@ -1,0 +1,407 @@
+"""Tile shapes of the tensor-core kernel: who computes what, and where it lies in shared memory.
+
+The warps of a block form *teams* of ``team_warps`` warps.  A team owns 16 * ``row_frags`` query rows and, of each key
+tile, ``team_keys`` keys; a block has ``row_teams`` x ``key_teams`` teams.  Inside a team
+
+    scores   every warp multiplies a slice of head_dim_qk, for all rows and keys of the team; partial sums are exchanged
+    values   every warp owns a slice of the head_dim_v output columns, for all rows of the team
+
+so a team of one warp exchanges nothing (the classic layout, head dims up to 256), while a team of four holds what one
+warp's registers cannot: MLA's 32 rows x 512 output columns are 128 float32 accumulators a lane, and its queries 72
+registers more.  Two teams with rows of their own share each key tile but no barrier: while one is in its softmax the
+other keeps the tensor cores busy.  Teams that share rows take different keys and are merged at the end of a segment.
+
+``choose_tiles`` picks the shape, and its reasons stand there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from nbverify.errors import ArgumentError
+from nbverify.kernels.geometry import WARP, SimtGeometry, merge_scratch_bytes, simt_geometry, table_bytes
+from nbverify.spec import VerifySpec
+
+FRAG_ROWS = 16  # rows of an mma
+FRAG_KEYS = 16  # keys of an mma of P and V
+SHARED_PAD = 16  # bytes: rows of a width that is a multiple of 32 bytes then start in different banks (ldmatrix)
+SEGMENT_FIELDS = 16
+MAX_WARPS = 8  # 255 registers a thread
+MAX_LEAN_WARPS = 12  # 168 registers a thread
+MAX_TEAMS = 15  # named barriers
+MAX_STAGES = 8
+MIN_STAGES = 2
+ONE_WARP_MAX_DIM = 256  # accumulators of 16 rows x 256 columns: 128 registers
+TABLE_RESERVE = 4096  # bytes kept free for the work table, so that the tile does not depend on max_requests below 255
+OTHER_REGISTERS = 40  # fragments in flight, addresses, row states: what is left of 255 after the arrays
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What the choice of a tile depends on."""
+
+    shared_bytes: int  # that a block may use (opt-in)
+    bulk_copies: bool  # cp.async.bulk: compute capability 9.0 and up
+    native_fp8: bool  # cvt from e4m3: 8.9 and up
+
+
+# Opt-in shared memory of a block by compute capability (CUDA C++ Programming Guide, "Technical Specifications").
+SHARED_BYTES = {
+    (8, 0): 166_912, (8, 6): 101_376, (8, 7): 166_912, (8, 9): 101_376,
+    (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448, (12, 0): 101_376, (12, 1): 101_376,
+}  # fmt: skip
+SMALLEST_SHARED_BYTES = min(SHARED_BYTES.values())
+
+
+def limits_of(cc: tuple[int, int], shared_bytes: int | None = None) -> DeviceLimits:
+    """Limits of a compute capability; ``shared_bytes`` where a device or a user says it."""
+    if shared_bytes is None:
+        shared_bytes = SHARED_BYTES.get(cc, SMALLEST_SHARED_BYTES)
+    return DeviceLimits(shared_bytes, bulk_copies=cc >= (9, 0), native_fp8=cc >= (8, 9))
+
+
+@dataclass(frozen=True)
+class MmaGeometry:
+    """Constants of one tensor-core kernel.  Offsets into shared memory are in bytes; regions in this order:
+
+        ring        [stages] of a key tile: K rows, then V rows if they are apart; rows padded by 16 bytes
+        wide        [2] the same in 16 bits, fp8 caches only
+        exchange    [teams, 2 row_frags, team_warps, team_keys / 16, lanes, 4]  float32, partial scores
+        weights     [teams, team_keys / 16, row_frags, lanes, 4]  P as mma fragments, 32-bit pairs
+        factors     [teams, 16 row_frags]  float32, rescaling of a row's output by the last tile
+        flags       [teams, 4]  uint32, one a warp: some factor is not 1
+        states      [key_teams, rows_per_tile, 2]  float32, (m, l) of a finished row
+        queries     [warps, row_frags, query_steps - query_steps_kept, lanes, 4]  fragments that have no register
+        sources     [warps, rows_per_warp]  int64, pool rows of the next tile
+        barriers    [2 stages (+ 4)]  8 bytes each
+        segments    [2, SEGMENT_FIELDS]  int64, this segment and the last one (kernels/segments.py)
+        table       [2, max_requests + 1]  int64, see kernels/schedule.py
+
+    ``exchange``, ``weights``, ``factors`` and ``flags`` are empty for teams of one warp.
+    """
+
+    head_dim_qk: int
+    head_dim_v: int
+    shared_kv: bool
+    kv_itemsize: int
+    team_warps: int
+    row_frags: int
+    row_teams: int
+    key_teams: int
+    team_keys: int
+    stages: int
+    query_steps_kept: int
+    bulk_copies: bool
+    native_fp8: bool
+
+    # --- warps
+
+    @property
+    def teams(self) -> int:
+        """Teams of a block."""
+        return self.row_teams * self.key_teams
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.teams * self.team_warps
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.warps * WARP
+
+    @property
+    def team_rows(self) -> int:
+        """Query rows of a team."""
+        return self.row_frags * FRAG_ROWS
+
+    @property
+    def rows_per_tile(self) -> int:
+        """Query rows of a block."""
+        return self.row_teams * self.team_rows
+
+    @property
+    def keys_per_tile(self) -> int:
+        """Keys of a tile."""
+        return self.key_teams * self.team_keys
+
+    @property
+    def rows_per_lane(self) -> int:
+        """Rows whose softmax a lane computes: one of its warp's eight, or all whose scores its warp has."""
+        return 1 if self.team_warps > 1 else 2 * self.row_frags
+
+    @property
+    def copied_rows(self) -> int:
+        """Rows of a tile that one warp fetches."""
+        return -(-self.keys_per_tile // self.warps)
+
+    # --- mma counts of one warp and tile
+
+    @property
+    def query_steps(self) -> int:
+        """k16 steps of the scores."""
+        return self.head_dim_qk // 16 // self.team_warps
+
+    @property
+    def key_frags(self) -> int:
+        """n8 tiles of the scores."""
+        return self.team_keys // 8
+
+    @property
+    def value_frags(self) -> int:
+        """n8 tiles of the output."""
+        return self.head_dim_v // 8 // self.team_warps
+
+    @property
+    def mma_per_tile(self) -> int:
+        """mma instructions of a warp for a tile that every row sees."""
+        scores = self.row_frags * self.query_steps * self.key_frags
+        return scores + self.row_frags * self.value_frags * (self.team_keys // FRAG_KEYS)
+
+    # --- bytes
+
+    @property
+    def separate_v(self) -> bool:
+        """V has rows of its own."""
+        return not self.shared_kv
+
+    @property
+    def is_fp8(self) -> bool:
+        """The ring holds bytes, which are widened."""
+        return self.kv_itemsize == 1
+
+    @property
+    def k_row_bytes(self) -> int:
+        """Of a row in the pool."""
+        return self.head_dim_qk * self.kv_itemsize
+
+    @property
+    def v_row_bytes(self) -> int:
+        """Of a row in the V pool; 0 if V is part of K."""
+        return self.head_dim_v * self.kv_itemsize if self.separate_v else 0
+
+    @property
+    def ring_k_pitch(self) -> int:
+        """Distance of K rows in the ring."""
+        return self.k_row_bytes + SHARED_PAD
+
+    @property
+    def ring_v_pitch(self) -> int:
+        """Distance of V rows in the ring."""
+        return self.v_row_bytes + SHARED_PAD if self.separate_v else self.ring_k_pitch
+
+    @property
+    def k_pitch(self) -> int:
+        """Distance of 16-bit K rows, those that are multiplied."""
+        return 2 * self.head_dim_qk + SHARED_PAD
+
+    @property
+    def v_pitch(self) -> int:
+        """Distance of 16-bit V rows."""
+        return 2 * self.head_dim_v + SHARED_PAD if self.separate_v else self.k_pitch
+
+    def _tile_bytes(self, k_pitch: int, v_pitch: int) -> int:
+        return self.keys_per_tile * (k_pitch + (v_pitch if self.separate_v else 0))
+
+    @property
+    def slot_bytes(self) -> int:
+        """A tile in the ring."""
+        return self._tile_bytes(self.ring_k_pitch, self.ring_v_pitch)
+
+    @property
+    def ring_v_offset(self) -> int:
+        """First V row of a ring slot."""
+        return self.keys_per_tile * self.ring_k_pitch if self.separate_v else 0
+
+    @property
+    def v_offset(self) -> int:
+        """First 16-bit V row of a tile."""
+        return self.keys_per_tile * self.k_pitch if self.separate_v else 0
+
+    @property
+    def wide_bytes(self) -> int:
+        """A tile in 16 bits."""
+        return self._tile_bytes(self.k_pitch, self.v_pitch)
+
+    @property
+    def wide_offset(self) -> int:
+        """First byte of the widened tiles."""
+        return self.stages * self.slot_bytes
+
+    @property
+    def exchange_offset(self) -> int:
+        """First byte of the partial scores."""
+        return self.wide_offset + (2 * self.wide_bytes if self.is_fp8 else 0)
+
+    @property
+    def team_exchange_bytes(self) -> int:
+        """Partial scores of a team."""
+        if self.team_warps == 1:
+            return 0
+        return 2 * self.row_frags * self.team_warps * (self.team_keys // 16) * WARP * 16
+
+    @property
+    def weights_offset(self) -> int:
+        """First byte of P."""
+        return self.exchange_offset + self.teams * self.team_exchange_bytes
+
+    @property
+    def team_weights_bytes(self) -> int:
+        """P of a team."""
+        return 0 if self.team_warps == 1 else self.team_keys // 16 * self.row_frags * WARP * 16
+
+    @property
+    def factors_offset(self) -> int:
+        """First byte of the factors."""
+        return self.weights_offset + self.teams * self.team_weights_bytes
+
+    @property
+    def flags_offset(self) -> int:
+        """First byte of the flags."""
+        return self.factors_offset + (self.teams * self.team_rows * 4 if self.team_warps > 1 else 0)
+
+    @property
+    def states_offset(self) -> int:
+        """First byte of (m, l)."""
+        return self.flags_offset + (self.teams * 16 if self.team_warps > 1 else 0)
+
+    @property
+    def queries_offset(self) -> int:
+        """First byte of the query fragments without a register."""
+        return self.states_offset + self.key_teams * self.rows_per_tile * 8
+
+    @property
+    def query_rest(self) -> int:
+        """k16 steps of the queries that stay in shared memory."""
+        return self.query_steps - self.query_steps_kept
+
+    @property
+    def sources_offset(self) -> int:
+        """First byte of the pool rows."""
+        return self.queries_offset + self.warps * self.row_frags * self.query_rest * WARP * 16
+
+    @property
+    def barriers_offset(self) -> int:
+        """First mbarrier: full[stages], empty[stages], then full and empty of the widened tiles."""
+        return self.sources_offset + self.warps * self.copied_rows * 8
+
+    @property
+    def num_barriers(self) -> int:
+        """mbarriers of a block."""
+        return 2 * self.stages + (4 if self.is_fp8 else 0)
+
+    @property
+    def segments_offset(self) -> int:
+        """First byte of the segment records."""
+        return self.barriers_offset + 8 * self.num_barriers
+
+    @property
+    def tile_bytes(self) -> int:
+        """Shared memory without the work table; the merge's scratch lies in the same place."""
+        return max(-(-(self.segments_offset + 2 * 8 * SEGMENT_FIELDS) // 16) * 16, self.merge_bytes)
+
+    @property
+    def merge_bytes(self) -> int:
+        """Scratch of the merge."""
+        return merge_scratch_bytes()
+
+    @property
+    def team_merge_bytes(self) -> int:
+        """Of the ring, at the end of a segment: outputs of the teams that share rows, all but the first."""
+        return (self.key_teams - 1) * self.rows_per_tile * self.head_dim_v * 4
+
+    @property
+    def table_offset(self) -> int:
+        """Where the work table starts, in 4-byte words."""
+        return self.tile_bytes // 4
+
+    def shared_bytes(self, max_requests: int) -> int:
+        """Dynamic shared memory of a block that walks keys."""
+        return self.tile_bytes + table_bytes(max_requests)
+
+
+def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
+    """The tile of a spec on a device.  Its reasons:
+
+    Team
+        One warp while a row's output fits its registers (head dims up to 256): nothing is exchanged.  Beyond that
+        four warps, which read each key row of the tile once per 32 query rows: shared memory has to deliver a fragment
+        of K per mma, and two row fragments halve that.
+    Rows
+        As few as the spec's nodes x heads fill, in steps of 16: an unused row costs as much as a used one.  If they do
+        not fit one tile, tiles of equal height.  MLA stops at 64 rows, whose accumulators take half the register file.
+    Keys
+        Warps that the rows leave over take keys of their own: memory latency wants eight warps.  Tiles of 64 keys, and
+        of 32 for MLA, are two barriers per 30 to 70 KB; half of that where the device's shared memory is small.
+    Stages
+        All that fit: a tile is requested ``stages - 1`` tiles before it is needed.
+
+    Raises ArgumentError for widths that no team serves.
+    """
+    if max(spec.head_dim_qk, spec.head_dim_v) <= ONE_WARP_MAX_DIM:
+        team_warps = 1
+    elif spec.head_dim_qk % 64 == 0 and spec.head_dim_v % 64 == 0:
+        team_warps = 4
+    else:
+        raise ArgumentError(
+            "kernel",
+            "head dims up to 256, or multiples of 64, for 'mma' ('simt' takes all)",
+            f"head_dim_qk={spec.head_dim_qk}, head_dim_v={spec.head_dim_v}",
+        )
+    frags = -(-spec.max_nodes * spec.group // FRAG_ROWS)
+    if team_warps == 1:
+        most = MAX_LEAN_WARPS if spec.head_dim_v // 2 + spec.head_dim_qk // 4 <= 96 else MAX_WARPS
+        row_frags = 1
+        row_teams = -(-frags // -(-frags // most))
+        key_teams = max(1, MAX_WARPS // row_teams)
+        key_choices = [keys for keys in (64 // key_teams, 32 // key_teams, 16) if keys >= 16 and keys % 16 == 0]
+    else:
+        row_frags = 1 if frags == 1 else 2
+        row_teams = 2 if frags > 2 else 1
+        key_teams = 2 // row_teams
+        key_choices = [32, 16] if key_teams == 1 else [16]
+    for team_keys in dict.fromkeys(key_choices or [16]):
+        tiles = MmaGeometry(
+            head_dim_qk=spec.head_dim_qk,
+            head_dim_v=spec.head_dim_v,
+            shared_kv=spec.shared_kv,
+            kv_itemsize=1 if spec.is_fp8 else 2,
+            team_warps=team_warps,
+            row_frags=row_frags,
+            row_teams=row_teams,
+            key_teams=key_teams,
+            team_keys=team_keys,
+            stages=MIN_STAGES,
+            query_steps_kept=0,
+            bulk_copies=limits.bulk_copies,
+            native_fp8=limits.native_fp8,
+        )
+        tiles = replace(tiles, query_steps_kept=query_steps_in_registers(tiles))
+        stages = most_stages(tiles, limits.shared_bytes - max(TABLE_RESERVE, table_bytes(spec.max_requests)))
+        tiles = replace(tiles, stages=max(MIN_STAGES, stages))
+        if stages > MIN_STAGES:
+            break
+    return tiles
+
+
+def query_steps_in_registers(tiles: MmaGeometry) -> int:
+    """How many k16 steps of the queries a warp keeps; the rest it reads from shared memory for each tile."""
+    accumulators = 4 * tiles.row_frags * (tiles.value_frags + tiles.key_frags)
+    registers = 255 if tiles.warps <= MAX_WARPS else 168
+    free = registers - accumulators - OTHER_REGISTERS
+    return max(0, min(tiles.query_steps, free // (4 * tiles.row_frags)))
+
+
+def most_stages(tiles: MmaGeometry, shared_bytes: int) -> int:
+    """Ring slots that fit; 0 if not even one does."""
+    for stages in range(MAX_STAGES, 0, -1):
+        candidate = replace(tiles, stages=stages)
+        if candidate.tile_bytes <= shared_bytes and candidate.team_merge_bytes <= stages * tiles.slot_bytes:
+            return stages
+    return 0
+
+
+def geometry_of(spec: VerifySpec, limits: DeviceLimits) -> SimtGeometry | MmaGeometry:
+    """Geometry of the spec's kernel on a device."""
+    return choose_tiles(spec, limits) if spec.kernel == "mma" else simt_geometry(spec)

@@ -1,0 +1,178 @@
+"""The output of a tile: O = O * factor + P V on tensor cores.
+
+A warp owns all rows of its team and a slice of the columns: ``o[(m * value_frags + j) * 4 + i]`` is the mma result of row
+fragment m and columns 8 j to 8 j + 7 of the slice (rows g and g + 8, columns 2 t and 2 t + 1).
+
+A weight of 0 must not let a value through, but 0 times NaN is NaN in an mma.  Where every row sees every key that does
+not matter: a NaN then belongs to all rows.  In a *checked* tile, where keys may be hidden (the draft part, and what
+stands behind the last key), values that are not finite are taken out of the operand:
+
+    shared K/V   and nothing more: V is part of the K row, so a row that sees the key has a score that is not finite,
+                 and with it a sum that is not: it is spoiled already, in all columns.
+    separate V   and added as what they are, inf, -inf or NaN, to the columns of the rows that see the key: two mma of
+                 zeros and ones count who sees one.  No row of a healthy cache goes there.
+"""
+
+import math
+
+from numba import cuda, float32, uint32
+
+from nbverify.kernels import ptx
+from nbverify.kernels.geometry import FULL_WARP, WARP
+from nbverify.kernels.scores import FRAG_BYTES, make_multiply
+from nbverify.kernels.softmax import ZERO
+
+INF = float32(math.inf)
+LOW, HIGH = 0x0000FFFF, 0xFFFF0000
+# Of the low half: exponent bits, which are all set in infinities and NaN; the number 1.
+EXPONENT = {"bfloat16": 0x7F80, "float16": 0x7C00}
+ONE = {"bfloat16": 0x3F80, "float16": 0x3C00}
+SIGN, MAGNITUDE = 0x8000, 0x7FFF
+
+
+def make_rescale(geometry):
+    """``rescale(o, factors)``: the rows' outputs times their factors."""
+    row_frags, value_frags = geometry.row_frags, geometry.value_frags
+
+    @cuda.jit(device=True, forceinline=True)
+    def rescale(o, factors):
+        ptx.unroll_loops()
+        for m in range(row_frags):
+            for j in range(value_frags):
+                at = (m * value_frags + j) * 4
+                o[at], o[at + 1] = o[at] * factors[2 * m], o[at + 1] * factors[2 * m]
+                o[at + 2], o[at + 3] = o[at + 2] * factors[2 * m + 1], o[at + 3] * factors[2 * m + 1]
+
+    return rescale
+
+
+def make_multiply_values(spec, geometry, *, checked):
+    """``multiply_values(shared, tile, p, o)``: o += P V; ``tile`` is the address of its V rows.
+
+    ``p`` are the warp's own weights (teams of one warp); other teams read theirs from shared memory.
+    """
+    row_frags, value_frags, key_frags = geometry.row_frags, geometry.value_frags, geometry.key_frags
+    team_keys, team_warps, row_teams = geometry.team_keys, geometry.team_warps, geometry.row_teams
+    v_pitch, weights_offset, team_bytes = geometry.v_pitch, geometry.weights_offset, geometry.team_weights_bytes
+    has_team, separate_v = team_warps > 1, geometry.separate_v
+    key_steps, column_pairs, num_registers = team_keys // 16, value_frags // 2, 4 * row_frags
+    multiply = make_multiply(spec.dtype)
+    without_non_finite = _make_without_non_finite(spec.dtype)
+    add_non_finite = _make_add_non_finite(spec.dtype, row_frags, value_frags)
+
+    @cuda.jit(device=True, forceinline=True)
+    def load_weights(shared, step, p, a):
+        """P of 16 keys as the mma's first operand, for all row fragments."""
+        ptx.unroll_loops()
+        if has_team:
+            lane, warp = uint32(cuda.threadIdx.x % WARP), uint32(cuda.threadIdx.x // WARP)
+            source = uint32(shared + uint32(weights_offset) + warp // uint32(team_warps) * uint32(team_bytes))
+            source = uint32(source + lane * uint32(16))
+            for m in range(row_frags):  # a row's two registers are neighbours: see publish_weights
+                x = ptx.load_shared_v4_u32(source + uint32((step * row_frags + m) * FRAG_BYTES))
+                a[4 * m], a[4 * m + 2], a[4 * m + 1], a[4 * m + 3] = x[0], x[1], x[2], x[3]
+        else:
+            for m in range(row_frags):
+                upper, lower = 2 * m * key_frags + 2 * step, (2 * m + 1) * key_frags + 2 * step
+                a[4 * m], a[4 * m + 1], a[4 * m + 2], a[4 * m + 3] = (
+                    p[upper], p[lower], p[upper + 1], p[lower + 1],
+                )  # fmt: skip
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_values(shared, tile, p, o):
+        ptx.unroll_loops()
+        lane, warp = uint32(cuda.threadIdx.x % WARP), uint32(cuda.threadIdx.x // WARP)
+        # Matrices of the ldmatrix: keys 0-7 and 8-15 of the first 8 columns, then of the next 8.
+        first_key = warp // uint32(team_warps * row_teams) * uint32(team_keys)
+        values = uint32(tile + (first_key + lane % uint32(16)) * uint32(v_pitch) + lane // uint32(16) * uint32(16))
+        values = uint32(values + warp % uint32(team_warps) * uint32(value_frags * 16))
+        a = cuda.local.array(num_registers, uint32)
+        for step in range(key_steps):
+            load_weights(shared, step, p, a)
+            for pair in range(column_pairs):
+                b = ptx.ldmatrix_x4_trans(values + uint32(step * 16 * v_pitch + pair * 32))
+                if checked:
+                    clean = (
+                        without_non_finite(b[0]), without_non_finite(b[1]),
+                        without_non_finite(b[2]), without_non_finite(b[3]),
+                    )  # fmt: skip
+                    if separate_v:
+                        is_dirty = clean[0] != b[0] or clean[1] != b[1] or clean[2] != b[2] or clean[3] != b[3]
+                        if cuda.any_sync(uint32(FULL_WARP), is_dirty):
+                            add_non_finite(a, b, pair, o)
+                    b = clean
+                for m in range(row_frags):
+                    w = (a[4 * m], a[4 * m + 1], a[4 * m + 2], a[4 * m + 3])
+                    for j in range(2):
+                        at = (m * value_frags + 2 * pair + j) * 4
+                        c = multiply(w, (b[2 * j], b[2 * j + 1]), (o[at], o[at + 1], o[at + 2], o[at + 3]))
+                        o[at], o[at + 1], o[at + 2], o[at + 3] = c[0], c[1], c[2], c[3]
+
+    return multiply_values
+
+
+def _make_without_non_finite(dtype):
+    exponent = EXPONENT[dtype]
+
+    @cuda.jit(device=True, forceinline=True)
+    def without_non_finite(pair):
+        """The pair with 0 for what is infinite or NaN."""
+        kept = pair
+        if (pair & uint32(exponent)) == uint32(exponent):
+            kept = uint32(kept & uint32(HIGH))
+        if (pair & uint32(exponent << 16)) == uint32(exponent << 16):
+            kept = uint32(kept & uint32(LOW))
+        return kept
+
+    return without_non_finite
+
+
+def _make_add_non_finite(dtype, row_frags, value_frags):
+    exponent, one = EXPONENT[dtype], ONE[dtype]
+    multiply = make_multiply(dtype)
+
+    @cuda.jit(device=True, forceinline=True)
+    def seen(pair):
+        """1 for each weight that is not 0."""
+        ones = uint32(0)
+        if (pair & uint32(MAGNITUDE)) != uint32(0):
+            ones = uint32(ones | uint32(one))
+        if (pair & uint32(MAGNITUDE << 16)) != uint32(0):
+            ones = uint32(ones | uint32(one << 16))
+        return ones
+
+    @cuda.jit(device=True, forceinline=True)
+    def half_is(bits, sign):
+        """Whether the low half is NaN, or the infinity of this sign bit."""
+        magnitude = bits & uint32(MAGNITUDE)
+        return magnitude > uint32(exponent) or (bits & uint32(0xFFFF)) == uint32(exponent | sign)
+
+    @cuda.jit(device=True, forceinline=True)
+    def infinite(pair, sign):
+        """1 for each value that is NaN or the infinity of this sign."""
+        ones = uint32(0)
+        if half_is(pair, sign):
+            ones = uint32(ones | uint32(one))
+        if half_is(pair >> uint32(16), sign):
+            ones = uint32(ones | uint32(one << 16))
+        return ones
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_non_finite(a, b, pair, o):
+        """Add what is not finite of 16 keys x 16 values to the outputs of the rows that see it."""
+        ptx.unroll_loops()
+        zeros = (ZERO, ZERO, ZERO, ZERO)
+        for j in range(2):
+            above = (infinite(b[2 * j], 0), infinite(b[2 * j + 1], 0))
+            below = (infinite(b[2 * j], SIGN), infinite(b[2 * j + 1], SIGN))
+            for m in range(row_frags):
+                who = (seen(a[4 * m]), seen(a[4 * m + 1]), seen(a[4 * m + 2]), seen(a[4 * m + 3]))
+                ups, downs = multiply(who, above, zeros), multiply(who, below, zeros)
+                at = (m * value_frags + 2 * pair + j) * 4
+                for i in range(4):
+                    if ups[i] > ZERO:
+                        o[at + i] += INF
+                    if downs[i] > ZERO:
+                        o[at + i] -= INF
+
+    return add_non_finite

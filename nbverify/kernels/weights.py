@@ -1,0 +1,143 @@
+"""From scores to weights: mask, running maximum, P = 2^(s - m), and how P reaches the warps that multiply V.
+
+The maximum is raised lazily: while a row's scores stay within 2^8 of what its exponents are taken against, nothing is
+rescaled.  Each row decides for itself (its factor is exactly 1 otherwise); a vote only skips the work when no row of the
+team needs it.  So m is within 8 of the true running maximum, and not above it: any such m gives a valid state.
+
+P is rounded to the type of the mma; l adds the unrounded weights, each lane its own keys, and ``finish_row_sum`` adds
+the four lanes of a row at the end of a segment.
+"""
+
+from numba import cuda, float32, int64, uint32
+from numba.cuda import libdevice
+
+from nbverify.kernels import ptx
+from nbverify.kernels.geometry import FULL_WARP, WARP
+from nbverify.kernels.masking import make_finish_score
+from nbverify.kernels.scores import FRAG_BYTES
+from nbverify.kernels.segments import MASK_START, load_segment
+from nbverify.kernels.softmax import LOG2_E, ZERO, exponent_base
+
+SLACK = float32(8.0)  # log2 of the largest weight
+ONE = float32(1.0)
+LANES_PER_ROW = 4
+
+
+def make_pack(dtype):
+    """Two float32 to a pair of a 16-bit type."""
+    return ptx.pack_bf16x2 if dtype == "bfloat16" else ptx.pack_f16x2
+
+
+def make_weigh(spec, geometry):
+    """``weigh(args, record, first_row, first_key, checked, s, maxima, sums, factors, p)``.
+
+    Scores ``s`` become the weights ``p`` (pairs, ``p[r * key_frags + j]``), and the rows' states and factors are
+    brought up to date.  ``first_row`` and ``first_key`` are those of the layout (scores.py).  ``checked``: some
+    key of the tile may be hidden from some row, or the spec has a score_mod.
+    Returns whether a factor of this lane is not 1.
+    """
+    rows, key_frags = geometry.rows_per_lane, geometry.key_frags
+    pack, finish_score = make_pack(spec.dtype), make_finish_score(spec)
+
+    @cuda.jit(device=True, forceinline=True)
+    def weigh(args, record, first_row, first_key, checked, s, maxima, sums, factors, p):
+        ptx.unroll_loops()
+        lane = cuda.threadIdx.x % WARP
+        if checked:
+            segment, mask_start = load_segment(record), record[MASK_START]
+            request, kv_head = segment.request, segment.kv_head
+            row = segment.first_row + first_row + lane // LANES_PER_ROW
+            key = int64(first_key) + 2 * (lane % LANES_PER_ROW)
+            for r in range(rows):
+                for j in range(key_frags):
+                    for i in range(2):
+                        at = (r * key_frags + j) * 2 + i
+                        s[at] = finish_score(args, request, kv_head, mask_start, row + 8 * r, key + 8 * j + i, s[at])
+        else:
+            for at in range(rows * key_frags * 2):
+                s[at] = libdevice.fmul_rn(libdevice.fmul_rn(s[at], args.score_scale), LOG2_E)
+        raised = False
+        for r in range(rows):
+            first = r * key_frags * 2
+            largest = s[first]
+            for i in range(1, 2 * key_frags):
+                largest = max(largest, s[first + i])
+            largest = max(largest, cuda.shfl_xor_sync(uint32(FULL_WARP), largest, 1))
+            largest = max(largest, cuda.shfl_xor_sync(uint32(FULL_WARP), largest, 2))
+            factors[r] = ONE
+            if largest > libdevice.fadd_rn(maxima[r], SLACK):
+                factors[r] = ptx.ex2(libdevice.fsub_rn(maxima[r], largest))
+                maxima[r] = largest
+                raised = True
+            base = exponent_base(maxima[r])
+            total = ZERO
+            for j in range(key_frags):
+                even = ptx.ex2(libdevice.fsub_rn(s[first + 2 * j], base))
+                odd = ptx.ex2(libdevice.fsub_rn(s[first + 2 * j + 1], base))
+                total = libdevice.fadd_rn(total, libdevice.fadd_rn(even, odd))
+                p[r * key_frags + j] = pack(even, odd)
+            sums[r] = cuda.fma(sums[r], factors[r], total)
+        return raised
+
+    return weigh
+
+
+@cuda.jit(device=True, forceinline=True)
+def finish_row_sum(total):
+    """The sum over the four lanes of a row, the same bits in each."""
+    total = libdevice.fadd_rn(total, cuda.shfl_xor_sync(uint32(FULL_WARP), total, 1))
+    return libdevice.fadd_rn(total, cuda.shfl_xor_sync(uint32(FULL_WARP), total, 2))
+
+
+def make_publish_weights(geometry):
+    """``publish_weights(shared, raised, factors, p)``: P, factors and a flag to the team.  A team barrier is inside.
+
+    P lies in shared memory in fragment order, [k16 step][row fragment][lane][4 registers], so that a warp reads its
+    operand of the mma in 16 bytes a lane.  Of the four registers a warp owns the two of its rows; they are neighbours.
+    Written before the barrier and read after it; the next write follows the barrier of the next ``exchange_scores``.
+    """
+    rows, row_frags, key_pairs = 2 * geometry.row_frags, geometry.row_frags, geometry.key_frags // 2
+    team_warps, team_rows = geometry.team_warps, geometry.team_rows
+    weights_offset, team_bytes = geometry.weights_offset, geometry.team_weights_bytes
+    factors_offset, flags_offset = geometry.factors_offset, geometry.flags_offset
+
+    @cuda.jit(device=True, forceinline=True)
+    def publish_weights(shared, raised, factors, p):
+        ptx.unroll_loops()
+        lane, warp = uint32(cuda.threadIdx.x % WARP), uint32(cuda.threadIdx.x // WARP)
+        team, own = warp // uint32(team_warps), warp % uint32(team_warps)
+        any_raised = cuda.any_sync(uint32(FULL_WARP), raised)
+        if own < uint32(rows):
+            target = uint32(shared + uint32(weights_offset) + team * uint32(team_bytes) + lane * uint32(16))
+            target = uint32(target + own // uint32(2) * uint32(FRAG_BYTES) + own % uint32(2) * uint32(8))
+            for pair in range(key_pairs):
+                ptx.store_shared_v2_u32(target + uint32(pair * row_frags * FRAG_BYTES), (p[2 * pair], p[2 * pair + 1]))
+            if lane % uint32(LANES_PER_ROW) == uint32(0):
+                row = team * uint32(team_rows) + own * uint32(8) + lane // uint32(LANES_PER_ROW)
+                ptx.store_shared_f32(shared + uint32(factors_offset) + row * uint32(4), factors[0])
+        if lane == uint32(0):
+            ptx.store_shared_u32(shared + uint32(flags_offset) + warp * uint32(4), uint32(any_raised))
+        ptx.barrier_sync(uint32(1) + team, uint32(team_warps * WARP))  # publishes P, factors and flags to the team
+
+    return publish_weights
+
+
+def make_read_factors(geometry):
+    """``read_factors(shared, factors)``: the team's factors for the lane's rows; returns whether any is not 1."""
+    rows, team_warps, team_rows = 2 * geometry.row_frags, geometry.team_warps, geometry.team_rows
+    factors_offset, flags_offset = geometry.factors_offset, geometry.flags_offset
+
+    @cuda.jit(device=True, forceinline=True)
+    def read_factors(shared, factors):
+        ptx.unroll_loops()
+        lane, warp = uint32(cuda.threadIdx.x % WARP), uint32(cuda.threadIdx.x // WARP)
+        team = warp // uint32(team_warps)
+        flags = ptx.load_shared_v4_u32(shared + uint32(flags_offset) + team * uint32(16))
+        any_raised = (flags[0] | flags[1] | flags[2] | flags[3]) != uint32(0)
+        if any_raised:
+            row = team * uint32(team_rows) + lane // uint32(LANES_PER_ROW)
+            for r in range(rows):
+                factors[r] = ptx.load_shared_f32(shared + uint32(factors_offset) + (row + uint32(8 * r)) * uint32(4))
+        return any_raised
+
+    return read_factors
