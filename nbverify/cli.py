@@ -1,4 +1,4 @@
-"""The command line: ``nbverify demo | doctor | compile``.
+"""The command line: ``nbverify demo | doctor | compile | bench``.
 
 Exit codes: 0 it worked; 1 it did not (a check failed, something is broken, an error); 2 wrong usage; 130 interrupted.
 Whatever is heavy is imported inside a command, so that ``--help`` is quick and ``doctor`` runs on a broken machine.
@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,6 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_demo(commands)
     add_doctor(commands)
     add_compile(commands)
+    add_bench(commands)
     return parser
 
 
@@ -466,6 +468,36 @@ def show_compiled(console: Console, spec: VerifySpec, reports: list[dict[str, An
     row("from", ["the cache" if r["from_cache"] else "compiled now" for r in reports])
     row("seconds", [f"{r['seconds']:.1f}" for r in reports])
     console.print(table)
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+def add_bench(commands: Any) -> None:
+    """``bench`` hands everything behind it on, ``--help`` too: no character of it begins a flag of this parser."""
+    parser = commands.add_parser(
+        "bench",
+        help="time the kernels on a GPU beside its limits and other kernels (in a checkout)",
+        add_help=False,
+        prefix_chars="\0",
+    )
+    parser.add_argument("flags", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=run_bench)
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """``nbverify bench``: ``python -m benchmarks.verify`` of the checkout that this package lies in."""
+    root = Path(nbverify.__file__).resolve().parents[1]
+    if not (root / "benchmarks" / "verify.py").is_file():
+        raise NbverifyError(
+            "bench: the benchmarks are part of the source tree and not of the installed package, and there is no "
+            f"benchmarks/verify.py in {root}: run it in a checkout (python -m benchmarks.verify), or after "
+            "`pip install -e CHECKOUT`"
+        )
+    sys.path.insert(0, str(root))
+    from benchmarks import verify
+
+    return verify.main(arguments.flags, prog="nbverify bench")
 
 
 # --- parsing ---------------------------------------------------------------------------------------------------------

@@ -309,7 +309,7 @@ def unpack_e4m3x2(two_bytes: Any) -> Any:
 
 
 def _load(name: str, memory_at: Callable, dtype: Any, count: int) -> Twin:
-    size = 4 * count
+    size = np.dtype(dtype).itemsize * count
 
     def load(address: Any) -> Any:
         values = memory_at(name, address, size, size).view(dtype)
@@ -319,7 +319,7 @@ def _load(name: str, memory_at: Callable, dtype: Any, count: int) -> Twin:
 
 
 def _store(name: str, memory_at: Callable, dtype: Any, count: int) -> Twin:
-    size = 4 * count
+    size = np.dtype(dtype).itemsize * count
     convert = CASTS[np.dtype(dtype).name]
 
     def store(address: Any, values: Any) -> None:
@@ -603,7 +603,7 @@ def setmaxnreg(registers: int) -> None:
 
 
 _MEMORY_TWINS: dict[str, Twin] = {}
-for _dtype, _letter in ((np.uint32, "u32"), (F32, "f32")):
+for _dtype, _letter in ((np.uint32, "u32"), (np.uint64, "u64"), (F32, "f32")):
     for _count, _width in ((1, ""), (2, "v2_"), (4, "v4_")):
         for _space, _readable, _writable in (("shared", _shared, _shared), ("global", _global, _writable_global)):
             _name = f"{_space}_{_width}{_letter}"
@@ -645,6 +645,7 @@ PTX_TWINS: dict[str, Twin] = {
     "elect_one": elect_one,
     "setmaxnreg_inc": setmaxnreg,
     "setmaxnreg_dec": setmaxnreg,
+    "opaque_u32": lambda x: uint32(_address32(x)),
     "unroll_loops": lambda: None,
 }
 

@@ -4,7 +4,9 @@ An index buffer reaches a kernel as an array of 32-bit words and a width flag, `
 (little endian).  The flag is the same for all threads, so the branch costs a predicate and no divergence.
 """
 
-from numba import cuda, int64
+from numba import cuda, int64, uint32
+
+from nbverify.kernels import ptx
 
 LOW_WORD = 0xFFFFFFFF
 
@@ -12,7 +14,7 @@ LOW_WORD = 0xFFFFFFFF
 @cuda.jit(device=True)
 def load_index(array, words, i):
     """Entry ``i`` of an index buffer, as int64."""
-    if words == 1:
+    if ptx.opaque_u32(words) == uint32(1):  # asked here: kept ready for all uses, the answers would take registers
         return int64(array[i])
     low = int64(array[2 * i]) & LOW_WORD
     return (int64(array[2 * i + 1]) << 32) | low

@@ -23,21 +23,22 @@ from numba import cuda, int32, int64, uint32, uint64
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
-from nbverify.kernels.kv_tiles import slot_of
+from nbverify.kernels.kv_tiles import index_of, pool_row
 from nbverify.kernels.segments import load_segment
+from nbverify.kernels.threads import lane_and_warp, signed_lane_and_warp
 
 BARRIER_BYTES = 8
+SOURCE_BYTES = 16  # addresses of a row of K and of V
 CHUNK_BYTES = 16  # of a cp.async
 
 
 def make_ring(geometry):
-    """``init, next_source, fetch, wait_full, release`` for a geometry."""
+    """``init, next_index, fetch, wait_full, release`` for a geometry."""
     stages, warps, threads = geometry.stages, geometry.warps, geometry.threads
     keys_per_tile, copied_rows = geometry.keys_per_tile, geometry.copied_rows
     k_row_bytes, v_row_bytes = geometry.k_row_bytes, geometry.v_row_bytes
     k_pitch, v_pitch = geometry.ring_k_pitch, geometry.ring_v_pitch
     slot_bytes, v_offset = geometry.slot_bytes, geometry.ring_v_offset
-    itemsize = geometry.kv_itemsize
     sources_offset = geometry.sources_offset
     full_offset = geometry.barriers_offset
     empty_offset = full_offset + BARRIER_BYTES * stages
@@ -63,68 +64,71 @@ def make_ring(geometry):
             ptx.mbarrier_wait(barrier, uint32(parity))
 
     @cuda.jit(device=True, forceinline=True)
-    def next_source(args, record, tile):
-        """Pool row of this lane's row of a tile, 0 if it has none.  Its load has until ``fetch`` to arrive."""
+    def next_index(args, record, tile):
+        """Entry of the index lists for this lane's row of a tile, 0 if it has none.
+
+        Nothing is done with it here: its load has until ``fetch`` to arrive.
+        """
+        lane, warp = signed_lane_and_warp()
         request = load_segment(record).request
-        row = cuda.threadIdx.x // WARP * copied_rows + cuda.threadIdx.x % WARP
-        key = tile * keys_per_tile + row
-        if cuda.threadIdx.x % WARP < copied_rows and row < keys_per_tile and key < request.num_keys:
-            return slot_of(args, request, key)
+        row = int32(warp * copied_rows + lane)
+        key = int64(tile) * keys_per_tile + row
+        if lane < copied_rows and row < keys_per_tile and key < request.num_keys:
+            return index_of(args, request, key)
         return int64(0)
 
     @cuda.jit(device=True, forceinline=True)
-    def fetch(args, shared, record, tile, source, slot, parity):
-        """Request this warp's rows of a tile into ``slot``; ``source`` is what ``next_source`` gave for the tile."""
+    def fetch(args, shared, record, tile, index, slot, parity):
+        """Request this warp's rows of a tile into ``slot``; ``index`` is what ``next_index`` gave for the tile."""
+        ptx.unroll_loops()
+        lane, warp = signed_lane_and_warp()
         segment = load_segment(record)
-        num_keys, kv_head = segment.request.num_keys, segment.kv_head
-        warp, lane = cuda.threadIdx.x // WARP, cuda.threadIdx.x % WARP
-        sources = cuda.shared.array(0, int64, 16)[sources_offset // 8 + warp * copied_rows :]
-        first_row = warp * copied_rows
-        rows = min(int64(keys_per_tile), num_keys - tile * keys_per_tile) - first_row
-        rows = int32(max(min(rows, int64(copied_rows)), int64(0)))
+        first_row = int32(warp * copied_rows)
+        rows = int32(min(int32(segment.request.num_keys) - int32(tile * keys_per_tile), int32(keys_per_tile)))
+        rows = min(int32(rows - first_row), int32(copied_rows))
+        sources = uint32(shared + uint32(sources_offset + warp * (copied_rows * SOURCE_BYTES)))
+        row = pool_row(args, index)
+        # 64-bit: slot * stride passes 2^31 in a pool of 4 GB.
+        k_start = row * args.k_cache_stride_slot + segment.kv_head * args.k_cache_stride_head
+        k_source, v_source = ptx.global_address(args.k_cache, k_start), uint64(0)
+        if separate_v:
+            v_start = row * args.v_cache_stride_slot + segment.kv_head * args.v_cache_stride_head
+            v_source = ptx.global_address(args.v_cache, v_start)
         cuda.syncwarp()  # the last tile's sources have been read
         if lane < copied_rows:
-            sources[lane] = source
+            ptx.store_shared_v2_u64(sources + uint32(lane * SOURCE_BYTES), (k_source, v_source))
         cuda.syncwarp()  # publishes the sources to the warp
         full = uint32(shared + uint32(full_offset + BARRIER_BYTES * slot))
         wait(shared + uint32(empty_offset + BARRIER_BYTES * slot), parity)
         k_target = uint32(shared + uint32(slot * slot_bytes + first_row * k_pitch))
         v_target = uint32(shared + uint32(slot * slot_bytes + v_offset + first_row * v_pitch))
-        k_pool = ptx.global_address(args.k_cache, kv_head * args.k_cache_stride_head)
-        v_pool = uint64(0)
-        if separate_v:
-            v_pool = ptx.global_address(args.v_cache, kv_head * args.v_cache_stride_head)
         if bulk:
             if ptx.elect_one():
-                ptx.mbarrier_arrive_expect_tx(full, uint32(rows * (k_row_bytes + v_row_bytes)))
-                row = int32(0)
-                while row < rows:
-                    pool_row = sources[row]
-                    # 64-bit: slot * stride passes 2^31 in a pool of 4 GB.
-                    k_source = k_pool + uint64(pool_row * args.k_cache_stride_slot * itemsize)
-                    ptx.bulk_copy(k_target + uint32(row * k_pitch), k_source, uint32(k_row_bytes), full)
-                    if separate_v:
-                        v_source = v_pool + uint64(pool_row * args.v_cache_stride_slot * itemsize)
-                        ptx.bulk_copy(v_target + uint32(row * v_pitch), v_source, uint32(v_row_bytes), full)
-                    row = int32(row + 1)
+                ptx.mbarrier_arrive_expect_tx(full, uint32(max(rows, int32(0)) * (k_row_bytes + v_row_bytes)))
+                for r in range(copied_rows):
+                    if r < rows:
+                        source = ptx.load_shared_v2_u64(sources + uint32(r * SOURCE_BYTES))
+                        ptx.bulk_copy(k_target + uint32(r * k_pitch), source[0], uint32(k_row_bytes), full)
+                        if separate_v:
+                            ptx.bulk_copy(v_target + uint32(r * v_pitch), source[1], uint32(v_row_bytes), full)
             cuda.syncwarp()  # the elected lane is back: what follows is for the whole warp
         else:
-            chunk = int32(lane)
-            while chunk < rows * k_chunks:
-                row, column = chunk // k_chunks, chunk % k_chunks
-                k_source = k_pool + uint64(sources[row] * args.k_cache_stride_slot * itemsize + column * CHUNK_BYTES)
-                ptx.cp_async_16(k_target + uint32(row * k_pitch + column * CHUNK_BYTES), k_source)
-                chunk = int32(chunk + WARP)
+            copy_chunks(sources, k_target, k_pitch, k_chunks, rows, lane, 0)
             if separate_v:
-                chunk = int32(lane)
-                while chunk < rows * v_chunks:
-                    row, column = chunk // v_chunks, chunk % v_chunks
-                    v_source = v_pool + uint64(
-                        sources[row] * args.v_cache_stride_slot * itemsize + column * CHUNK_BYTES
-                    )
-                    ptx.cp_async_16(v_target + uint32(row * v_pitch + column * CHUNK_BYTES), v_source)
-                    chunk = int32(chunk + WARP)
+                copy_chunks(sources, v_target, v_pitch, v_chunks, rows, lane, 1)
             ptx.cp_async_arrive(full)
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_chunks(sources, target, pitch, chunks, rows, lane, which):
+        """Rows of ``chunks`` 16-byte pieces by cp.async, a piece a lane at a time."""
+        piece = lane
+        while piece < rows * chunks:
+            row, column = int32(piece // chunks), int32(piece % chunks)
+            source = ptx.load_shared_v2_u64(sources + uint32(row * SOURCE_BYTES))
+            ptx.cp_async_16(
+                target + uint32(row * pitch + column * CHUNK_BYTES), source[which] + uint64(column * CHUNK_BYTES)
+            )
+            piece = int32(piece + WARP)
 
     @cuda.jit(device=True, forceinline=True)
     def wait_full(shared, slot, parity):
@@ -135,7 +139,8 @@ def make_ring(geometry):
     def release(shared, slot):
         """This warp reads the tile in ``slot`` no more."""
         cuda.syncwarp()  # all lanes have read it
-        if cuda.threadIdx.x % WARP == 0:
+        lane, _ = lane_and_warp()
+        if lane == uint32(0):
             ptx.mbarrier_arrive(shared + uint32(empty_offset + BARRIER_BYTES * slot))
 
-    return init, next_source, fetch, wait_full, release
+    return init, next_index, fetch, wait_full, release

@@ -1,27 +1,29 @@
 """Key tiles: from the index list of a request to rows in shared memory."""
 
 import numpy as np
-from numba import cuda, uint32
+from numba import cuda, int64, uint32
 
 from nbverify.kernels.formats import fp8_e4m3_to_float32, make_narrow
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.indices import load_index
 
 
-@cuda.jit(device=True)
-def slot_of(args, request, key):
-    """Pool row of key ``key`` of a request: its prefix, then its drafts.
+@cuda.jit(device=True, forceinline=True)
+def index_of(args, request, key):
+    """What the index lists say of key ``key`` of a request: its prefix, then its drafts."""
+    if key < request.prefix_len:
+        return load_index(args.kv_indices, args.kv_indices_words, request.prefix_start + key)
+    return load_index(args.out_cache_loc, args.out_cache_loc_words, request.token_start + (key - request.prefix_len))
+
+
+@cuda.jit(device=True, forceinline=True)
+def pool_row(args, index):
+    """The pool row of an index.
 
     An index outside the pool is the caller's error (``debug=True`` names it); it is clamped, so that it reads a
     wrong row and never memory that is not the pool's.
     """
-    if key < request.prefix_len:
-        slot = load_index(args.kv_indices, args.kv_indices_words, request.prefix_start + key)
-    else:
-        slot = load_index(
-            args.out_cache_loc, args.out_cache_loc_words, request.token_start + (key - request.prefix_len)
-        )
-    return max(min(slot, args.num_slots - 1), 0)
+    return max(min(index, args.num_slots - 1), int64(0))
 
 
 def make_copy_tile(spec, geometry):
@@ -43,7 +45,7 @@ def make_copy_tile(spec, geometry):
         for row in range(warp, keys_per_tile, warps):
             key = first_key + row
             if key < request.num_keys:
-                slot = slot_of(args, request, key)
+                slot = pool_row(args, index_of(args, request, key))
                 # 64-bit: slot * stride passes 2^31 in a pool of 4 GB.
                 source = slot * args.k_cache_stride_slot + kv_head * args.k_cache_stride_head
                 copy_row(args.k_cache[source:], k_tile[row * k_stride :], qk_words, lane)

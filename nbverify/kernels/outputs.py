@@ -9,6 +9,7 @@ from nbverify.kernels.geometry import WARP
 from nbverify.kernels.scores import FRAG_BYTES
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO, log_sum_exp, weight
+from nbverify.kernels.threads import signed_lane_and_warp
 from nbverify.kernels.weights import LANES_PER_ROW, finish_row_sum, make_pack
 
 STATE_BYTES = 8
@@ -34,7 +35,7 @@ def make_finish_segment(spec, geometry):
     def leave_states(shared, maxima, sums):
         """(m, l) of the rows whose softmax this warp computed."""
         ptx.unroll_loops()
-        lane, warp = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP
+        lane, warp = signed_lane_and_warp()
         first_row = warp // team_warps * team_rows
         if has_team:
             first_row += warp % team_warps * 8
@@ -50,7 +51,7 @@ def make_finish_segment(spec, geometry):
     def leave_outputs(shared, o):
         """This warp's outputs to the ring, as fragments."""
         ptx.unroll_loops()
-        lane, warp = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP
+        lane, warp = signed_lane_and_warp()
         target = uint32(shared + uint32((warp - warps_of_rows) * warp_bytes + lane * 16))
         for f in range(row_frags * value_frags):
             at = 4 * f
@@ -60,7 +61,7 @@ def make_finish_segment(spec, geometry):
     def add_teams(shared, maxima, totals, o):
         """States and outputs of the lane's rows over all key teams."""
         ptx.unroll_loops()
-        lane, warp = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP
+        lane, warp = signed_lane_and_warp()
         row = warp // team_warps * team_rows + lane // LANES_PER_ROW
         w = cuda.local.array(num_weights, float32)
         for r in range(rows):
@@ -93,7 +94,7 @@ def make_finish_segment(spec, geometry):
     def write_results(args, segment, first_row, column, maxima, totals, o):
         """Rows whose keys were all seen here."""
         ptx.unroll_loops()
-        lane, warp = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP
+        lane, warp = signed_lane_and_warp()
         request = segment.request
         words = args.out.view(np.uint32)
         for r in range(rows):
@@ -115,7 +116,7 @@ def make_finish_segment(spec, geometry):
     def write_partials(args, segment, first_row, column, maxima, totals, o):
         """States of rows that other blocks share."""
         ptx.unroll_loops()
-        lane, warp = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP
+        lane, warp = signed_lane_and_warp()
         for r in range(rows):
             if first_row + 8 * r < segment.request.num_nodes * group:
                 state_row = segment.state * rows_per_tile + first_row - segment.first_row + 8 * r
@@ -129,7 +130,7 @@ def make_finish_segment(spec, geometry):
 
     @cuda.jit(device=True, forceinline=True)
     def finish_segment(args, shared, record, maxima, sums, o):
-        lane, warp = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP
+        lane, warp = signed_lane_and_warp()
         leave_states(shared, maxima, sums)
         if key_teams > 1:
             cuda.syncthreads()  # no warp reads the ring any more: outputs may go there

@@ -28,6 +28,7 @@ from numba.cuda.typing import signature
 
 f32, u32, u64, i64 = types.float32, types.uint32, types.uint64, types.int64
 u32x2, u32x4 = types.UniTuple(u32, 2), types.UniTuple(u32, 4)
+u64x2 = types.UniTuple(u64, 2)
 f32x2, f32x4 = types.UniTuple(f32, 2), types.UniTuple(f32, 4)
 
 # LLVM type, and letter of the inline assembly's constraint
@@ -320,9 +321,15 @@ def store_shared_u32(typingctx, address, value):
 
 
 @intrinsic
-def store_shared_v2_u32(typingctx, address, values):
-    """8 bytes, 8-byte aligned: shared, u32[2]."""
-    return _emit("st.shared.v2.u32 [$0], {$1, $2};", types.void, (address, u32), (values, u32x2))
+def load_shared_v2_u64(typingctx, address):
+    """16 bytes, 16-byte aligned: shared -> u64[2]."""
+    return _emit("ld.shared.v2.u64 {$0, $1}, [$2];", u64x2, (address, u32))
+
+
+@intrinsic
+def store_shared_v2_u64(typingctx, address, values):
+    """16 bytes, 16-byte aligned: shared, u64[2]."""
+    return _emit("st.shared.v2.u64 [$0], {$1, $2};", types.void, (address, u32), (values, u64x2))
 
 
 @intrinsic
@@ -618,6 +625,16 @@ def _setmaxnreg(direction, registers):
 
 
 # ---------------------------------------------------------------------------------------------------------------- hints
+
+
+@intrinsic
+def opaque_u32(typingctx, x):
+    """The same number (u32), of which the compiler knows nothing and which it does not compute earlier than here.
+
+    What derives from it, addresses above all, is then computed where it is needed.  Derived from the thread index
+    itself, all of it would be hoisted out of the tile loop, each value into a register that the accumulators lack.
+    """
+    return _emit("mov.b32 $0, $1;", u32, (x, u32))
 
 
 @intrinsic

@@ -17,6 +17,7 @@ from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import ZERO
+from nbverify.kernels.threads import lane_and_warp, signed_lane_and_warp
 
 FRAG_BYTES = 16 * WARP  # four 32-bit registers of each lane
 
@@ -52,7 +53,7 @@ def make_load_queries(spec, geometry):
         ptx.unroll_loops()
         segment = load_segment(record)
         request, kv_head, first_row = segment.request, segment.kv_head, segment.first_row + first_row
-        lane, warp = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP
+        lane, warp = signed_lane_and_warp()
         words = args.q.view(np.uint32)
         words_in = warp % team_warps * (steps * 8) + lane % 4
         for m in range(row_frags):
@@ -86,7 +87,7 @@ def make_multiply_keys(spec, geometry):
     @cuda.jit(device=True, forceinline=True)
     def multiply_keys(shared, tile, queries, s):
         ptx.unroll_loops()
-        lane, warp = uint32(cuda.threadIdx.x % WARP), uint32(cuda.threadIdx.x // WARP)
+        lane, warp = lane_and_warp()
         # Matrices of the ldmatrix: keys 0-7 and then 8-15, of each the first and then the second 8 columns.
         key, half = lane % uint32(8) + lane // uint32(16) * uint32(8), lane // uint32(8) % uint32(2)
         first_key = warp // uint32(team_warps * row_teams) * uint32(team_keys)
@@ -135,7 +136,7 @@ def make_exchange_scores(geometry):
     @cuda.jit(device=True, forceinline=True)
     def exchange_scores(shared, s, own):
         ptx.unroll_loops()
-        lane, warp = uint32(cuda.threadIdx.x % WARP), uint32(cuda.threadIdx.x // WARP)
+        lane, warp = lane_and_warp()
         team, slice_number = warp // uint32(team_warps), warp % uint32(team_warps)
         region = uint32(shared + uint32(exchange_offset) + team * uint32(team_bytes) + lane * uint32(16))
         # [row of the lane][slice][pair of key fragments]

@@ -28,8 +28,7 @@ The two phases are joined by ``reduce/``: in one cooperative launch with a grid-
 """
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint32
-from numba.cuda import libdevice
+from numba import cuda, float32, int64, uint32
 
 from nbverify.kernels.formats import make_narrow, make_widen
 from nbverify.kernels.geometry import WARP
@@ -38,7 +37,6 @@ from nbverify.kernels.kv_tiles import make_copy_tile
 from nbverify.kernels.masking import make_finish_score
 from nbverify.kernels.schedule import make_schedule
 from nbverify.kernels.softmax import (
-    LOG2_E,
     NEG_INF,
     ZERO,
     log_sum_exp,

@@ -32,8 +32,8 @@ MAX_TEAMS = 15  # named barriers
 MAX_STAGES = 8
 MIN_STAGES = 2
 ONE_WARP_MAX_DIM = 256  # accumulators of 16 rows x 256 columns: 128 registers
-TABLE_RESERVE = 4096  # bytes kept free for the work table, so that the tile does not depend on max_requests below 255
-OTHER_REGISTERS = 40  # fragments in flight, addresses, row states: what is left of 255 after the arrays
+TABLE_RESERVE = 1024  # bytes kept free for the work table, so that the tile does not depend on max_requests below 63
+OTHER_REGISTERS = 60  # fragments in flight, addresses, row states: what is left of 255 after the arrays
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class MmaGeometry:
         flags       [teams, 4]  uint32, one a warp: some factor is not 1
         states      [key_teams, rows_per_tile, 2]  float32, (m, l) of a finished row
         queries     [warps, row_frags, query_steps - query_steps_kept, lanes, 4]  fragments that have no register
-        sources     [warps, rows_per_warp]  int64, pool rows of the next tile
+        sources     [warps, copied_rows, 2]  uint64, addresses of K and V rows of the next tile
         barriers    [2 stages (+ 4)]  8 bytes each
         segments    [2, SEGMENT_FIELDS]  int64, this segment and the last one (kernels/segments.py)
         table       [2, max_requests + 1]  int64, see kernels/schedule.py
@@ -284,7 +284,7 @@ class MmaGeometry:
     @property
     def barriers_offset(self) -> int:
         """First mbarrier: full[stages], empty[stages], then full and empty of the widened tiles."""
-        return self.sources_offset + self.warps * self.copied_rows * 8
+        return self.sources_offset + self.warps * self.copied_rows * 16
 
     @property
     def num_barriers(self) -> int:
@@ -355,7 +355,8 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         row_frags = 1
         row_teams = -(-frags // -(-frags // most))
         key_teams = max(1, MAX_WARPS // row_teams)
-        key_choices = [keys for keys in (64 // key_teams, 32 // key_teams, 16) if keys >= 16 and keys % 16 == 0]
+        widest = 32 if row_teams > MAX_WARPS else 64  # scores of 64 keys: 32 registers
+        key_choices = [k for k in (widest // key_teams, widest // key_teams // 2, 16) if k >= 16 and k % 16 == 0]
     else:
         row_frags = 1 if frags == 1 else 2
         row_teams = 2 if frags > 2 else 1

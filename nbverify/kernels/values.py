@@ -18,9 +18,10 @@ import math
 from numba import cuda, float32, uint32
 
 from nbverify.kernels import ptx
-from nbverify.kernels.geometry import FULL_WARP, WARP
+from nbverify.kernels.geometry import FULL_WARP
 from nbverify.kernels.scores import FRAG_BYTES, make_multiply
 from nbverify.kernels.softmax import ZERO
+from nbverify.kernels.threads import lane_and_warp
 
 INF = float32(math.inf)
 LOW, HIGH = 0x0000FFFF, 0xFFFF0000
@@ -65,12 +66,12 @@ def make_multiply_values(spec, geometry, *, checked):
         """P of 16 keys as the mma's first operand, for all row fragments."""
         ptx.unroll_loops()
         if has_team:
-            lane, warp = uint32(cuda.threadIdx.x % WARP), uint32(cuda.threadIdx.x // WARP)
+            lane, warp = lane_and_warp()
             source = uint32(shared + uint32(weights_offset) + warp // uint32(team_warps) * uint32(team_bytes))
             source = uint32(source + lane * uint32(16))
-            for m in range(row_frags):  # a row's two registers are neighbours: see publish_weights
+            for m in range(row_frags):
                 x = ptx.load_shared_v4_u32(source + uint32((step * row_frags + m) * FRAG_BYTES))
-                a[4 * m], a[4 * m + 2], a[4 * m + 1], a[4 * m + 3] = x[0], x[1], x[2], x[3]
+                a[4 * m], a[4 * m + 1], a[4 * m + 2], a[4 * m + 3] = x[0], x[1], x[2], x[3]
         else:
             for m in range(row_frags):
                 upper, lower = 2 * m * key_frags + 2 * step, (2 * m + 1) * key_frags + 2 * step
@@ -81,7 +82,7 @@ def make_multiply_values(spec, geometry, *, checked):
     @cuda.jit(device=True, forceinline=True)
     def multiply_values(shared, tile, p, o):
         ptx.unroll_loops()
-        lane, warp = uint32(cuda.threadIdx.x % WARP), uint32(cuda.threadIdx.x // WARP)
+        lane, warp = lane_and_warp()
         # Matrices of the ldmatrix: keys 0-7 and 8-15 of the first 8 columns, then of the next 8.
         first_key = warp // uint32(team_warps * row_teams) * uint32(team_keys)
         values = uint32(tile + (first_key + lane % uint32(16)) * uint32(v_pitch) + lane // uint32(16) * uint32(16))

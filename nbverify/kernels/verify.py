@@ -67,7 +67,7 @@ def make_split_phase(spec, geometry, schedule):
     share, open_segment = schedule.share, make_open_segment(spec, schedule)
     first_record = geometry.segments_offset // 8
 
-    init_ring, next_source, fetch, wait_full, release = make_ring(geometry)
+    init_ring, next_index, fetch, wait_full, release = make_ring(geometry)
     load_queries, multiply_keys = make_load_queries(spec, geometry), make_multiply_keys(spec, geometry)
     exchange_scores, weigh = make_exchange_scores(geometry), make_weigh(spec, geometry)
     publish_weights, read_factors = make_publish_weights(geometry), make_read_factors(geometry)
@@ -97,13 +97,13 @@ def make_split_phase(spec, geometry, schedule):
         ahead = int32(min(tile + stages - 1, end_tile))
         ahead_slot, ahead_parity = slot, parity
         while tile < ahead:
-            source = next_source(args, record, int64(tile))
-            fetch(args, shared, record, int64(tile), source, ahead_slot, ahead_parity ^ int32(1))
+            index = next_index(args, record, tile)
+            fetch(args, shared, record, tile, index, ahead_slot, ahead_parity ^ int32(1))
             ahead_slot = int32(ahead_slot + 1)
             if ahead_slot == stages:
                 ahead_slot, ahead_parity = int32(0), int32(ahead_parity ^ 1)
             tile = int32(tile + 1)
-        source = next_source(args, record, int64(tile))
+        index = next_index(args, record, tile)
 
         queries = cuda.local.array(num_queries, uint32)
         load_queries(args, shared, record, team_row, queries)
@@ -124,13 +124,6 @@ def make_split_phase(spec, geometry, schedule):
             wait_full(shared, slot, parity)
             if has_rows:
                 multiply_keys(shared, keys, queries, s)
-            if tile + (stages - 1) < end_tile:  # into the slot of the last tile, which other teams have finished by now
-                ahead = int64(tile) + (stages - 1)
-                fetch(args, shared, record, ahead, source, ahead_slot, ahead_parity ^ int32(1))
-                ahead_slot = int32(ahead_slot + 1)
-                if ahead_slot == stages:
-                    ahead_slot, ahead_parity = int32(0), int32(ahead_parity ^ 1)
-                source = next_source(args, record, ahead + 1)
             if has_rows:
                 raised = False
                 if has_team:
@@ -149,6 +142,12 @@ def make_split_phase(spec, geometry, schedule):
                 else:
                     multiply_values(shared, keys + uint32(v_offset), p, o)
             release(shared, slot)
+            if tile + (stages - 1) < end_tile:  # into the slot of the tile before, which all teams have left by now
+                fetch(args, shared, record, int32(tile + stages - 1), index, ahead_slot, ahead_parity ^ int32(1))
+                ahead_slot = int32(ahead_slot + 1)
+                if ahead_slot == stages:
+                    ahead_slot, ahead_parity = int32(0), int32(ahead_parity ^ 1)
+                index = next_index(args, record, int32(tile + stages))
             slot = int32(slot + 1)
             if slot == stages:
                 slot, parity = int32(0), int32(parity ^ 1)
@@ -158,7 +157,8 @@ def make_split_phase(spec, geometry, schedule):
 
     @cuda.jit(device=True)
     def split_phase(args, table):
-        shared = ptx.shared_address(cuda.shared.array(0, uint8, 16), 0)
+        # Opaque: it stays in a register, where the assembler would make it again and again out of a special one.
+        shared = ptx.opaque_u32(ptx.shared_address(cuda.shared.array(0, uint8, 16), 0))
         init_ring(shared)
         slot, parity, which = int32(0), int32(0), int32(0)
         position, share_end = share(args, table)

@@ -17,6 +17,7 @@ from nbverify.kernels.masking import make_finish_score
 from nbverify.kernels.scores import FRAG_BYTES
 from nbverify.kernels.segments import MASK_START, load_segment
 from nbverify.kernels.softmax import LOG2_E, ZERO, exponent_base
+from nbverify.kernels.threads import lane_and_warp, signed_lane_and_warp
 
 SLACK = float32(8.0)  # log2 of the largest weight
 ONE = float32(1.0)
@@ -42,8 +43,8 @@ def make_weigh(spec, geometry):
     @cuda.jit(device=True, forceinline=True)
     def weigh(args, record, first_row, first_key, checked, s, maxima, sums, factors, p):
         ptx.unroll_loops()
-        lane = cuda.threadIdx.x % WARP
         if checked:
+            lane, _ = signed_lane_and_warp()
             segment, mask_start = load_segment(record), record[MASK_START]
             request, kv_head = segment.request, segment.kv_head
             row = segment.first_row + first_row + lane // LANES_PER_ROW
@@ -93,7 +94,7 @@ def make_publish_weights(geometry):
     """``publish_weights(shared, raised, factors, p)``: P, factors and a flag to the team.  A team barrier is inside.
 
     P lies in shared memory in fragment order, [k16 step][row fragment][lane][4 registers], so that a warp reads its
-    operand of the mma in 16 bytes a lane.  Of the four registers a warp owns the two of its rows; they are neighbours.
+    operand of the mma in 16 bytes a lane.  Of the four registers a warp owns two: those of its rows.
     Written before the barrier and read after it; the next write follows the barrier of the next ``exchange_scores``.
     """
     rows, row_frags, key_pairs = 2 * geometry.row_frags, geometry.row_frags, geometry.key_frags // 2
@@ -104,14 +105,14 @@ def make_publish_weights(geometry):
     @cuda.jit(device=True, forceinline=True)
     def publish_weights(shared, raised, factors, p):
         ptx.unroll_loops()
-        lane, warp = uint32(cuda.threadIdx.x % WARP), uint32(cuda.threadIdx.x // WARP)
+        lane, warp = lane_and_warp()
         team, own = warp // uint32(team_warps), warp % uint32(team_warps)
         any_raised = cuda.any_sync(uint32(FULL_WARP), raised)
         if own < uint32(rows):
             target = uint32(shared + uint32(weights_offset) + team * uint32(team_bytes) + lane * uint32(16))
-            target = uint32(target + own // uint32(2) * uint32(FRAG_BYTES) + own % uint32(2) * uint32(8))
-            for pair in range(key_pairs):
-                ptx.store_shared_v2_u32(target + uint32(pair * row_frags * FRAG_BYTES), (p[2 * pair], p[2 * pair + 1]))
+            target = uint32(target + own // uint32(2) * uint32(FRAG_BYTES) + own % uint32(2) * uint32(4))
+            for j in range(2 * key_pairs):
+                ptx.store_shared_u32(target + uint32(j // 2 * row_frags * FRAG_BYTES + j % 2 * 8), p[j])
             if lane % uint32(LANES_PER_ROW) == uint32(0):
                 row = team * uint32(team_rows) + own * uint32(8) + lane // uint32(LANES_PER_ROW)
                 ptx.store_shared_f32(shared + uint32(factors_offset) + row * uint32(4), factors[0])
@@ -130,7 +131,7 @@ def make_read_factors(geometry):
     @cuda.jit(device=True, forceinline=True)
     def read_factors(shared, factors):
         ptx.unroll_loops()
-        lane, warp = uint32(cuda.threadIdx.x % WARP), uint32(cuda.threadIdx.x // WARP)
+        lane, warp = lane_and_warp()
         team = warp // uint32(team_warps)
         flags = ptx.load_shared_v4_u32(shared + uint32(flags_offset) + team * uint32(16))
         any_raised = (flags[0] | flags[1] | flags[2] | flags[3]) != uint32(0)
