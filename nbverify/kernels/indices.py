@@ -4,9 +4,7 @@ An index buffer reaches a kernel as an array of 32-bit words and a width flag, `
 (little endian).  The flag is the same for all threads, so the branch costs a predicate and no divergence.
 """
 
-from numba import cuda, int64, uint32
-
-from nbverify.kernels import ptx
+from numba import cuda, int64, uint32, uint64
 
 LOW_WORD = 0xFFFFFFFF
 
@@ -14,10 +12,17 @@ LOW_WORD = 0xFFFFFFFF
 @cuda.jit(device=True)
 def load_index(array, words, i):
     """Entry ``i`` of an index buffer, as int64."""
-    if ptx.opaque_u32(words) == uint32(1):  # asked here: kept ready for all uses, the answers would take registers
+    if words == 1:
         return int64(array[i])
     low = int64(array[2 * i]) & LOW_WORD
     return (int64(array[2 * i + 1]) << 32) | low
+
+
+@cuda.jit(device=True, forceinline=True)
+def load_low_word(array, words, i):
+    """The low 32 bits of entry ``i``."""
+    # Unsigned: of a signed index the compiler would keep Python's wraparound (see simt.py).
+    return uint32(array[uint64(i) << uint64(words - 1)])
 
 
 @cuda.jit(device=True)

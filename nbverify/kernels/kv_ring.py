@@ -32,7 +32,7 @@ SOURCE_BYTES = 16  # addresses of a row of K and of V
 CHUNK_BYTES = 16  # of a cp.async
 
 
-def make_ring(geometry):
+def make_ring(spec, geometry):
     """``init, next_index, fetch, wait_full, release`` for a geometry."""
     stages, warps, threads = geometry.stages, geometry.warps, geometry.threads
     keys_per_tile, copied_rows = geometry.keys_per_tile, geometry.copied_rows
@@ -42,7 +42,7 @@ def make_ring(geometry):
     sources_offset = geometry.sources_offset
     full_offset = geometry.barriers_offset
     empty_offset = full_offset + BARRIER_BYTES * stages
-    separate_v, bulk = geometry.separate_v, geometry.bulk_copies
+    separate_v, bulk, has_heads = geometry.separate_v, geometry.bulk_copies, spec.num_kv_heads > 1
     full_arrivals = warps if bulk else threads
     k_chunks, v_chunks = k_row_bytes // CHUNK_BYTES, v_row_bytes // CHUNK_BYTES
 
@@ -57,6 +57,13 @@ def make_ring(geometry):
                 ptx.fence_mbarrier_init()
 
     @cuda.jit(device=True, forceinline=True)
+    def row_address(pool, row, row_stride, kv_head, head_stride):
+        start = int64(row) * row_stride
+        if has_heads:
+            start += kv_head * head_stride
+        return ptx.global_address(pool, start)
+
+    @cuda.jit(device=True, forceinline=True)
     def wait(barrier, parity):
         if bulk:
             ptx.mbarrier_try_wait(barrier, uint32(parity))
@@ -65,17 +72,16 @@ def make_ring(geometry):
 
     @cuda.jit(device=True, forceinline=True)
     def next_index(args, record, tile):
-        """Entry of the index lists for this lane's row of a tile, 0 if it has none.
+        """Entry of the index lists (uint32) for this lane's row of a tile, 0 if it has none.
 
         Nothing is done with it here: its load has until ``fetch`` to arrive.
         """
         lane, warp = signed_lane_and_warp()
-        request = load_segment(record).request
-        row = int32(warp * copied_rows + lane)
-        key = int64(tile) * keys_per_tile + row
-        if lane < copied_rows and row < keys_per_tile and key < request.num_keys:
+        request, row = load_segment(record).request, int32(warp * copied_rows + lane)
+        key = int32(int32(tile * keys_per_tile) + row)
+        if lane < copied_rows and row < keys_per_tile and key < int32(request.num_keys):
             return index_of(args, request, key)
-        return int64(0)
+        return uint32(0)
 
     @cuda.jit(device=True, forceinline=True)
     def fetch(args, shared, record, tile, index, slot, parity):
@@ -84,16 +90,17 @@ def make_ring(geometry):
         lane, warp = signed_lane_and_warp()
         segment = load_segment(record)
         first_row = int32(warp * copied_rows)
-        rows = int32(min(int32(segment.request.num_keys) - int32(tile * keys_per_tile), int32(keys_per_tile)))
+        rows = int32(min(int32(int32(segment.request.num_keys) - int32(tile * keys_per_tile)), int32(keys_per_tile)))
         rows = min(int32(rows - first_row), int32(copied_rows))
         sources = uint32(shared + uint32(sources_offset + warp * (copied_rows * SOURCE_BYTES)))
         row = pool_row(args, index)
-        # 64-bit: slot * stride passes 2^31 in a pool of 4 GB.
-        k_start = row * args.k_cache_stride_slot + segment.kv_head * args.k_cache_stride_head
-        k_source, v_source = ptx.global_address(args.k_cache, k_start), uint64(0)
+        # 64-bit: row * stride passes 2^31 in a pool of 4 GB.
+        k_source = row_address(args.k_cache, row, args.k_cache_stride_slot, segment.kv_head, args.k_cache_stride_head)
+        v_source = uint64(0)
         if separate_v:
-            v_start = row * args.v_cache_stride_slot + segment.kv_head * args.v_cache_stride_head
-            v_source = ptx.global_address(args.v_cache, v_start)
+            v_source = row_address(
+                args.v_cache, row, args.v_cache_stride_slot, segment.kv_head, args.v_cache_stride_head
+            )
         cuda.syncwarp()  # the last tile's sources have been read
         if lane < copied_rows:
             ptx.store_shared_v2_u64(sources + uint32(lane * SOURCE_BYTES), (k_source, v_source))

@@ -5,15 +5,18 @@ from numba import cuda, int64, uint32
 
 from nbverify.kernels.formats import fp8_e4m3_to_float32, make_narrow
 from nbverify.kernels.geometry import WARP
-from nbverify.kernels.indices import load_index
+from nbverify.kernels.indices import load_low_word
 
 
 @cuda.jit(device=True, forceinline=True)
 def index_of(args, request, key):
-    """What the index lists say of key ``key`` of a request: its prefix, then its drafts."""
+    """What the index lists say of key ``key`` of a request: its prefix, then its drafts.  The low 32 bits.
+
+    A pool has fewer than 2^32 rows (``bind`` sees to it), and ``pool_row`` makes a valid row of anything else.
+    """
     if key < request.prefix_len:
-        return load_index(args.kv_indices, args.kv_indices_words, request.prefix_start + key)
-    return load_index(args.out_cache_loc, args.out_cache_loc_words, request.token_start + (key - request.prefix_len))
+        return load_low_word(args.kv_indices, args.kv_indices_words, request.prefix_start + key)
+    return load_low_word(args.out_cache_loc, args.out_cache_loc_words, request.token_start + (key - request.prefix_len))
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -23,7 +26,7 @@ def pool_row(args, index):
     An index outside the pool is the caller's error (``debug=True`` names it); it is clamped, so that it reads a
     wrong row and never memory that is not the pool's.
     """
-    return max(min(index, args.num_slots - 1), int64(0))
+    return min(index, uint32(args.num_slots - 1))
 
 
 def make_copy_tile(spec, geometry):
@@ -45,7 +48,7 @@ def make_copy_tile(spec, geometry):
         for row in range(warp, keys_per_tile, warps):
             key = first_key + row
             if key < request.num_keys:
-                slot = pool_row(args, index_of(args, request, key))
+                slot = int64(pool_row(args, index_of(args, request, key)))
                 # 64-bit: slot * stride passes 2^31 in a pool of 4 GB.
                 source = slot * args.k_cache_stride_slot + kv_head * args.k_cache_stride_head
                 copy_row(args.k_cache[source:], k_tile[row * k_stride :], qk_words, lane)

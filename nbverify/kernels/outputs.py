@@ -41,7 +41,7 @@ def make_finish_segment(spec, geometry):
             first_row += warp % team_warps * 8
         for r in range(own_rows):
             total = finish_row_sum(sums[r])
-            if lane % LANES_PER_ROW == 0 and (not has_team or warp % team_warps < rows):
+            if lane % LANES_PER_ROW == 0:
                 row = first_row + 8 * r + lane // LANES_PER_ROW
                 target = shared + uint32(states_offset + row * STATE_BYTES)
                 ptx.store_shared_f32(target, maxima[r])

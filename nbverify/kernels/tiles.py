@@ -1,15 +1,17 @@
 """Tile shapes of the tensor-core kernel: who computes what, and where it lies in shared memory.
 
-The warps of a block form *teams* of ``team_warps`` warps.  A team owns 16 * ``row_frags`` query rows and, of each key
-tile, ``team_keys`` keys; a block has ``row_teams`` x ``key_teams`` teams.  Inside a team
+The warps of a block form *teams*.  A team owns 16 * ``row_frags`` query rows and, of each key tile, ``team_keys`` keys; a
+block has ``row_teams`` x ``key_teams`` teams.
 
-    scores   every warp multiplies a slice of head_dim_qk, for all rows and keys of the team; partial sums are exchanged
-    values   every warp owns a slice of the head_dim_v output columns, for all rows of the team
+    slices = 1   (head dims up to 256) a team is one warp and has one row fragment.  It exchanges nothing.
+    slices = 2   (MLA) two warps share each row fragment: for the scores, each multiplies half of head_dim_qk, and they
+                 exchange half of their partial sums, so that each finishes eight rows.  For the output each of the
+                 team's warps owns a slice of the head_dim_v columns, for all rows of the team.
 
-so a team of one warp exchanges nothing (the classic layout, head dims up to 256), while a team of four holds what one
-warp's registers cannot: MLA's 32 rows x 512 output columns are 128 float32 accumulators a lane, and its queries 72
-registers more.  Two teams with rows of their own share each key tile but no barrier: while one is in its softmax the
-other keeps the tensor cores busy.  Teams that share rows take different keys and are merged at the end of a segment.
+So a warp keeps in registers what it needs for every tile: its queries (MLA: 16 rows x 288 columns, 72 registers) and its
+outputs (32 rows x 128 columns, 128 registers).  Teams with rows of their own share each key tile but no barrier: while
+one waits for its slowest warp the other keeps the tensor cores busy.  Teams that share rows take different keys and are
+merged at the end of a segment.
 
 ``choose_tiles`` picks the shape, and its reasons stand there.
 """
@@ -30,10 +32,10 @@ MAX_WARPS = 8  # 255 registers a thread
 MAX_LEAN_WARPS = 12  # 168 registers a thread
 MAX_TEAMS = 15  # named barriers
 MAX_STAGES = 8
-MIN_STAGES = 2
+MIN_STAGES = 3  # two tiles in use, one on its way
 ONE_WARP_MAX_DIM = 256  # accumulators of 16 rows x 256 columns: 128 registers
 TABLE_RESERVE = 1024  # bytes kept free for the work table, so that the tile does not depend on max_requests below 63
-OTHER_REGISTERS = 60  # fragments in flight, addresses, row states: what is left of 255 after the arrays
+OTHER_REGISTERS = 44  # fragments in flight, addresses, row states: what is left of 255 after the arrays
 
 
 @dataclass(frozen=True)
@@ -66,25 +68,25 @@ class MmaGeometry:
 
         ring        [stages] of a key tile: K rows, then V rows if they are apart; rows padded by 16 bytes
         wide        [2] the same in 16 bits, fp8 caches only
-        exchange    [teams, 2 row_frags, team_warps, team_keys / 16, lanes, 4]  float32, partial scores
-        weights     [teams, team_keys / 16, row_frags, lanes, 4]  P as mma fragments, 32-bit pairs
-        factors     [teams, 16 row_frags]  float32, rescaling of a row's output by the last tile
-        flags       [teams, 4]  uint32, one a warp: some factor is not 1
+        exchange    [2, warps, team_keys / 16, lanes, 4]  float32, the partial scores that the partner finishes
+        weights     [2, teams, team_keys / 16, row_frags, lanes, 4]  P as mma fragments, 32-bit pairs
+        factors     [2, teams, 16 row_frags]  float32, rescaling of a row's output by the last tile
+        flags       [2, teams, 4]  uint32, one a warp: some factor is not 1
         states      [key_teams, rows_per_tile, 2]  float32, (m, l) of a finished row
-        queries     [warps, row_frags, query_steps - query_steps_kept, lanes, 4]  fragments that have no register
+        queries     [warps, query_steps - query_steps_kept, lanes, 4]  query fragments that have no register
         sources     [warps, copied_rows, 2]  uint64, addresses of K and V rows of the next tile
         barriers    [2 stages (+ 4)]  8 bytes each
         segments    [2, SEGMENT_FIELDS]  int64, this segment and the last one (kernels/segments.py)
         table       [2, max_requests + 1]  int64, see kernels/schedule.py
 
-    ``exchange``, ``weights``, ``factors`` and ``flags`` are empty for teams of one warp.
+    The first of two dimensions is the parity of the tile.  ``exchange`` to ``flags`` are empty with one slice.
     """
 
     head_dim_qk: int
     head_dim_v: int
     shared_kv: bool
     kv_itemsize: int
-    team_warps: int
+    slices: int
     row_frags: int
     row_teams: int
     key_teams: int
@@ -100,6 +102,11 @@ class MmaGeometry:
     def teams(self) -> int:
         """Teams of a block."""
         return self.row_teams * self.key_teams
+
+    @property
+    def team_warps(self) -> int:
+        """Warps of a team."""
+        return self.slices * self.row_frags
 
     @property
     def warps(self) -> int:
@@ -128,8 +135,8 @@ class MmaGeometry:
 
     @property
     def rows_per_lane(self) -> int:
-        """Rows whose softmax a lane computes: one of its warp's eight, or all whose scores its warp has."""
-        return 1 if self.team_warps > 1 else 2 * self.row_frags
+        """Rows whose softmax a lane computes, of the 16 of its warp's fragment: those are two lanes' rows."""
+        return 2 // self.slices
 
     @property
     def copied_rows(self) -> int:
@@ -141,7 +148,7 @@ class MmaGeometry:
     @property
     def query_steps(self) -> int:
         """k16 steps of the scores."""
-        return self.head_dim_qk // 16 // self.team_warps
+        return self.head_dim_qk // 16 // self.slices
 
     @property
     def key_frags(self) -> int:
@@ -156,8 +163,7 @@ class MmaGeometry:
     @property
     def mma_per_tile(self) -> int:
         """mma instructions of a warp for a tile that every row sees."""
-        scores = self.row_frags * self.query_steps * self.key_frags
-        return scores + self.row_frags * self.value_frags * (self.team_keys // FRAG_KEYS)
+        return self.query_steps * self.key_frags + self.row_frags * self.value_frags * (self.team_keys // FRAG_KEYS)
 
     # --- bytes
 
@@ -235,36 +241,34 @@ class MmaGeometry:
         return self.wide_offset + (2 * self.wide_bytes if self.is_fp8 else 0)
 
     @property
-    def team_exchange_bytes(self) -> int:
-        """Partial scores of a team."""
-        if self.team_warps == 1:
-            return 0
-        return 2 * self.row_frags * self.team_warps * (self.team_keys // 16) * WARP * 16
+    def exchange_bytes(self) -> int:
+        """Partial scores of a block, for tiles of one parity."""
+        return self.warps * (self.team_keys // 16) * WARP * 16 if self.slices > 1 else 0
 
     @property
     def weights_offset(self) -> int:
         """First byte of P."""
-        return self.exchange_offset + self.teams * self.team_exchange_bytes
+        return self.exchange_offset + 2 * self.exchange_bytes
 
     @property
     def team_weights_bytes(self) -> int:
-        """P of a team."""
-        return 0 if self.team_warps == 1 else self.team_keys // 16 * self.row_frags * WARP * 16
+        """P of a team, for tiles of one parity."""
+        return self.team_keys // 16 * self.row_frags * WARP * 16 if self.slices > 1 else 0
 
     @property
     def factors_offset(self) -> int:
         """First byte of the factors."""
-        return self.weights_offset + self.teams * self.team_weights_bytes
+        return self.weights_offset + 2 * self.teams * self.team_weights_bytes
 
     @property
     def flags_offset(self) -> int:
         """First byte of the flags."""
-        return self.factors_offset + (self.teams * self.team_rows * 4 if self.team_warps > 1 else 0)
+        return self.factors_offset + (2 * self.teams * self.team_rows * 4 if self.slices > 1 else 0)
 
     @property
     def states_offset(self) -> int:
         """First byte of (m, l)."""
-        return self.flags_offset + (self.teams * 16 if self.team_warps > 1 else 0)
+        return self.flags_offset + (2 * self.teams * 16 if self.slices > 1 else 0)
 
     @property
     def queries_offset(self) -> int:
@@ -279,7 +283,7 @@ class MmaGeometry:
     @property
     def sources_offset(self) -> int:
         """First byte of the pool rows."""
-        return self.queries_offset + self.warps * self.row_frags * self.query_rest * WARP * 16
+        return self.queries_offset + self.warps * self.query_rest * WARP * 16
 
     @property
     def barriers_offset(self) -> int:
@@ -324,51 +328,49 @@ class MmaGeometry:
 def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
     """The tile of a spec on a device.  Its reasons:
 
-    Team
-        One warp while a row's output fits its registers (head dims up to 256): nothing is exchanged.  Beyond that
-        four warps, which read each key row of the tile once per 32 query rows: shared memory has to deliver a fragment
-        of K per mma, and two row fragments halve that.
+    Slices
+        One while a row's output fits a warp's registers (head dims up to 256): nothing is exchanged.
     Rows
         As few as the spec's nodes x heads fill, in steps of 16: an unused row costs as much as a used one.  If they do
         not fit one tile, tiles of equal height.  MLA stops at 64 rows, whose accumulators take half the register file.
     Keys
         Warps that the rows leave over take keys of their own: memory latency wants eight warps.  Tiles of 64 keys, and
-        of 32 for MLA, are two barriers per 30 to 70 KB; half of that where the device's shared memory is small.
+        of 32 for MLA at 64 rows, make 30 to 70 KB a barrier; less where the device's shared memory is small.
     Stages
-        All that fit: a tile is requested ``stages - 1`` tiles before it is needed.
+        All that fit.  Two tiles are in use at a time, the others are on their way.
 
     Raises ArgumentError for widths that no team serves.
     """
     if max(spec.head_dim_qk, spec.head_dim_v) <= ONE_WARP_MAX_DIM:
-        team_warps = 1
-    elif spec.head_dim_qk % 64 == 0 and spec.head_dim_v % 64 == 0:
-        team_warps = 4
+        slices = 1
+    elif spec.head_dim_qk % 32 == 0 and spec.head_dim_v % 64 == 0:
+        slices = 2
     else:
         raise ArgumentError(
             "kernel",
-            "head dims up to 256, or multiples of 64, for 'mma' ('simt' takes all)",
+            "head dims up to 256, or multiples of 32 (qk) and 64 (v), for 'mma' ('simt' takes all)",
             f"head_dim_qk={spec.head_dim_qk}, head_dim_v={spec.head_dim_v}",
         )
     frags = -(-spec.max_nodes * spec.group // FRAG_ROWS)
-    if team_warps == 1:
+    if slices == 1:
         most = MAX_LEAN_WARPS if spec.head_dim_v // 2 + spec.head_dim_qk // 4 <= 96 else MAX_WARPS
         row_frags = 1
         row_teams = -(-frags // -(-frags // most))
         key_teams = max(1, MAX_WARPS // row_teams)
         widest = 32 if row_teams > MAX_WARPS else 64  # scores of 64 keys: 32 registers
-        key_choices = [k for k in (widest // key_teams, widest // key_teams // 2, 16) if k >= 16 and k % 16 == 0]
+        choices = [(key_teams, max(16, widest // key_teams // n // 16 * 16)) for n in (1, 2, 4)]
     else:
         row_frags = 1 if frags == 1 else 2
         row_teams = 2 if frags > 2 else 1
-        key_teams = 2 // row_teams
-        key_choices = [32, 16] if key_teams == 1 else [16]
-    for team_keys in dict.fromkeys(key_choices or [16]):
+        most = MAX_WARPS // (slices * row_frags * row_teams)
+        choices = [(1, 32), (1, 16)] if most == 1 else [(n, 16) for n in (4, 2, 1) if n <= most]
+    for key_teams, team_keys in choices:
         tiles = MmaGeometry(
             head_dim_qk=spec.head_dim_qk,
             head_dim_v=spec.head_dim_v,
             shared_kv=spec.shared_kv,
             kv_itemsize=1 if spec.is_fp8 else 2,
-            team_warps=team_warps,
+            slices=slices,
             row_frags=row_frags,
             row_teams=row_teams,
             key_teams=key_teams,
@@ -381,17 +383,17 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         tiles = replace(tiles, query_steps_kept=query_steps_in_registers(tiles))
         stages = most_stages(tiles, limits.shared_bytes - max(TABLE_RESERVE, table_bytes(spec.max_requests)))
         tiles = replace(tiles, stages=max(MIN_STAGES, stages))
-        if stages > MIN_STAGES:
+        if stages >= MIN_STAGES:
             break
     return tiles
 
 
 def query_steps_in_registers(tiles: MmaGeometry) -> int:
     """How many k16 steps of the queries a warp keeps; the rest it reads from shared memory for each tile."""
-    accumulators = 4 * tiles.row_frags * (tiles.value_frags + tiles.key_frags)
+    scores = 4 * tiles.key_frags
+    arrays = 4 * tiles.row_frags * tiles.value_frags + scores + scores // tiles.slices
     registers = 255 if tiles.warps <= MAX_WARPS else 168
-    free = registers - accumulators - OTHER_REGISTERS
-    return max(0, min(tiles.query_steps, free // (4 * tiles.row_frags)))
+    return max(0, min(tiles.query_steps, (registers - arrays - OTHER_REGISTERS) // 4))
 
 
 def most_stages(tiles: MmaGeometry, shared_bytes: int) -> int:

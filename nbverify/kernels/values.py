@@ -48,26 +48,27 @@ def make_rescale(geometry):
 
 
 def make_multiply_values(spec, geometry, *, checked):
-    """``multiply_values(shared, tile, p, o)``: o += P V; ``tile`` is the address of its V rows.
+    """``multiply_values(shared, parity, tile, p, o)``: o += P V; ``tile`` is the address of its V rows.
 
     ``p`` are the warp's own weights (teams of one warp); other teams read theirs from shared memory.
     """
     row_frags, value_frags, key_frags = geometry.row_frags, geometry.value_frags, geometry.key_frags
     team_keys, team_warps, row_teams = geometry.team_keys, geometry.team_warps, geometry.row_teams
     v_pitch, weights_offset, team_bytes = geometry.v_pitch, geometry.weights_offset, geometry.team_weights_bytes
-    has_team, separate_v = team_warps > 1, geometry.separate_v
+    has_team, separate_v, teams = geometry.slices > 1, geometry.separate_v, geometry.teams
     key_steps, column_pairs, num_registers = team_keys // 16, value_frags // 2, 4 * row_frags
     multiply = make_multiply(spec.dtype)
     without_non_finite = _make_without_non_finite(spec.dtype)
     add_non_finite = _make_add_non_finite(spec.dtype, row_frags, value_frags)
 
     @cuda.jit(device=True, forceinline=True)
-    def load_weights(shared, step, p, a):
+    def load_weights(shared, parity, step, p, a):
         """P of 16 keys as the mma's first operand, for all row fragments."""
         ptx.unroll_loops()
         if has_team:
             lane, warp = lane_and_warp()
-            source = uint32(shared + uint32(weights_offset) + warp // uint32(team_warps) * uint32(team_bytes))
+            team = uint32(warp // uint32(team_warps) + parity * uint32(teams))
+            source = uint32(shared + uint32(weights_offset) + team * uint32(team_bytes))
             source = uint32(source + lane * uint32(16))
             for m in range(row_frags):
                 x = ptx.load_shared_v4_u32(source + uint32((step * row_frags + m) * FRAG_BYTES))
@@ -80,7 +81,7 @@ def make_multiply_values(spec, geometry, *, checked):
                 )  # fmt: skip
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_values(shared, tile, p, o):
+    def multiply_values(shared, parity, tile, p, o):
         ptx.unroll_loops()
         lane, warp = lane_and_warp()
         # Matrices of the ldmatrix: keys 0-7 and 8-15 of the first 8 columns, then of the next 8.
@@ -89,7 +90,7 @@ def make_multiply_values(spec, geometry, *, checked):
         values = uint32(values + warp % uint32(team_warps) * uint32(value_frags * 16))
         a = cuda.local.array(num_registers, uint32)
         for step in range(key_steps):
-            load_weights(shared, step, p, a)
+            load_weights(shared, parity, step, p, a)
             for pair in range(column_pairs):
                 b = ptx.ldmatrix_x4_trans(values + uint32(step * 16 * v_pitch + pair * 32))
                 if checked:

@@ -13,16 +13,20 @@ Arguments  one named tuple, ``args``; contract.py is its table (shapes, dtypes, 
 Launch     grid = co-resident blocks, fixed when the plan is made; threads and shared memory: kernels/tiles.py.
 Numerics   products exact, sums of mma in float32, P rounded to the 16-bit type, l of the unrounded weights.
 
+Rounds     Round i multiplies the keys of tile i and makes weights and outputs of tile i - 1: two chains that do not wait
+           for each other, so that the tensor cores have work while exponents are taken.  A segment of n tiles takes
+           n + 1 rounds; the first one's weights and the last one's products are empty.
+
 Who waits for whom, and why that is enough
     tile there         every warp, on the slot's mbarrier ``full``, before it reads the tile     (kv_ring.py)
     tile free          every warp, on the slot's mbarrier ``empty``, before it fetches into it   (kv_ring.py)
-    inside a team of several warps, two barriers a tile, each met by all warps of the team and by no other:
-      exchange         slices of the scores were written   |  before it: all reads of the last tile's P and factors
-      publish          P, factors, flags were written      |  before it: all reads of this tile's slices
-    Each region is written before one barrier and read after it, and its next write comes after the other one: a single
-    copy of each is enough.  A team of one warp has neither.
-    A team without rows (the last tile of a request) fetches and releases like the others, and meets no team barrier.
-    teams that share rows: block barriers in outputs.py, once a segment.
+    inside a team      one barrier a round, met by all warps of the team and by no other.  Before it each warp has
+                       written P, factors and flag of tile i - 1 and the scores of tile i that its partner finishes;
+                       after it they are read.  Each of these regions exists twice, by the parity of the round: what a
+                       fast warp writes in round i + 1 is not what a slow one still reads in round i, and round i + 2
+                       comes after the barrier of round i + 1, which the slow one meets when it has read.
+    A team of one warp has no barrier.  A team without rows (the last tile of a request) fetches and releases tiles like
+    the others, and meets no team barrier.  At the end of a segment: outputs.py.
 All branches around barriers and mma are the same for the whole warp; around team barriers for the whole team.
 """
 
@@ -36,7 +40,7 @@ from nbverify.kernels.schedule import make_schedule
 from nbverify.kernels.scores import make_exchange_scores, make_load_queries, make_multiply_keys
 from nbverify.kernels.segments import NEXT_POSITION, SHARE_END, load_segment, make_open_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
-from nbverify.kernels.tiles import SEGMENT_FIELDS
+from nbverify.kernels.tiles import FRAG_ROWS, SEGMENT_FIELDS
 from nbverify.kernels.values import make_multiply_values, make_rescale
 from nbverify.kernels.weights import make_publish_weights, make_read_factors, make_weigh
 from nbverify.reduce import grid_sync, two_launch
@@ -55,26 +59,34 @@ def make_bodies(spec, geometry):
 def make_split_phase(spec, geometry, schedule):
     """Phase 1: walk this block's share of the keys; write results, or partial states."""
     stages, slot_bytes, v_offset = geometry.stages, geometry.slot_bytes, geometry.v_offset
-    team_warps, row_teams, row_frags = geometry.team_warps, geometry.row_teams, geometry.row_frags
+    slices, row_frags, team_warps, row_teams = (
+        geometry.slices, geometry.row_frags, geometry.team_warps, geometry.row_teams,
+    )  # fmt: skip
     team_rows, team_keys, keys_per_tile = geometry.team_rows, geometry.team_keys, geometry.keys_per_tile
-    rows_per_lane, has_team, own_warps = geometry.rows_per_lane, team_warps > 1, 2 * row_frags
-    num_queries = max(1, 4 * row_frags * geometry.query_steps_kept)
-    num_scores = 4 * row_frags * geometry.key_frags
-    num_own = 2 * rows_per_lane * geometry.key_frags
-    num_weights, num_outputs = rows_per_lane * geometry.key_frags, 4 * row_frags * geometry.value_frags
-    group = spec.group
+    rows_per_lane, has_team, warps_of_rows = geometry.rows_per_lane, slices > 1, team_warps * row_teams
+    num_queries, num_scores = max(1, 4 * geometry.query_steps_kept), 4 * geometry.key_frags
+    num_weights, num_own = rows_per_lane * geometry.key_frags, 2 * rows_per_lane * geometry.key_frags
+    num_outputs, num_factors = 4 * row_frags * geometry.value_frags, 2 * row_frags
+    group, first_record = spec.group, geometry.segments_offset // 8
     always_checked = spec.score_mod is not None or not spec.prefix_visible
-    share, open_segment = schedule.share, make_open_segment(spec, schedule)
-    first_record = geometry.segments_offset // 8
 
-    init_ring, next_index, fetch, wait_full, release = make_ring(geometry)
+    share, open_segment = schedule.share, make_open_segment(spec, schedule)
+    init_ring, next_index, fetch, wait_full, release = make_ring(spec, geometry)
     load_queries, multiply_keys = make_load_queries(spec, geometry), make_multiply_keys(spec, geometry)
-    exchange_scores, weigh = make_exchange_scores(geometry), make_weigh(spec, geometry)
+    send_scores, receive_scores = make_exchange_scores(geometry)
+    scale, weigh = make_weigh(spec, geometry)
     publish_weights, read_factors = make_publish_weights(geometry), make_read_factors(geometry)
     rescale = make_rescale(geometry)
     multiply_values = make_multiply_values(spec, geometry, checked=False)
     multiply_checked_values = make_multiply_values(spec, geometry, checked=True)
     finish_segment = make_finish_segment(spec, geometry)
+
+    @cuda.jit(device=True, forceinline=True)
+    def next_slot(slot, parity):
+        """The ring slot of the next tile, and the parity of its use."""
+        if slot == stages - 1:
+            return int32(0), int32(parity ^ 1)
+        return int32(slot + 1), parity
 
     @cuda.jit(device=True, forceinline=True)
     def run_segment(args, shared, record, slot, parity):
@@ -84,73 +96,76 @@ def make_split_phase(spec, geometry, schedule):
         """
         ptx.unroll_loops()
         warp = int32(cuda.threadIdx.x // WARP)
-        team_row = int32(warp // team_warps % row_teams * team_rows)  # of the unit's
-        lane_row = team_row
-        if has_team:
-            lane_row = int32(team_row + warp % team_warps * 8)
-        owns_rows = not has_team or warp % team_warps < own_warps
         segment = load_segment(record)
+        team_row = int32(warp // team_warps % row_teams * team_rows)  # in the row unit
         has_rows = segment.first_row + team_row < segment.request.num_nodes * group
-        tile, end_tile = int32(segment.first_tile), int32(segment.end_tile)
+        first_tile, end_tile = int32(segment.first_tile), int32(segment.end_tile)
 
-        # Tiles ahead: all but one slot.
-        ahead = int32(min(tile + stages - 1, end_tile))
-        ahead_slot, ahead_parity = slot, parity
-        while tile < ahead:
+        tile, ahead_slot, ahead_parity = first_tile, slot, parity
+        while tile < min(first_tile + stages, end_tile):
             index = next_index(args, record, tile)
             fetch(args, shared, record, tile, index, ahead_slot, ahead_parity ^ int32(1))
-            ahead_slot = int32(ahead_slot + 1)
-            if ahead_slot == stages:
-                ahead_slot, ahead_parity = int32(0), int32(ahead_parity ^ 1)
+            ahead_slot, ahead_parity = next_slot(ahead_slot, ahead_parity)
             tile = int32(tile + 1)
         index = next_index(args, record, tile)
 
+        frag_row = int32(team_row + warp // slices % row_frags * FRAG_ROWS)
+        lane_row = int32(frag_row + warp % slices * 8)
         queries = cuda.local.array(num_queries, uint32)
-        load_queries(args, shared, record, team_row, queries)
-        o = cuda.local.array(num_outputs, float32)
+        load_queries(args, shared, record, frag_row, queries)
+        o, own = cuda.local.array(num_outputs, float32), cuda.local.array(num_own, float32)
+        maxima, sums = cuda.local.array(rows_per_lane, float32), cuda.local.array(rows_per_lane, float32)
         for i in range(num_outputs):
             o[i] = ZERO
-        maxima, sums = cuda.local.array(rows_per_lane, float32), cuda.local.array(rows_per_lane, float32)
+        for i in range(num_own):
+            own[i] = NEG_INF
         for r in range(rows_per_lane):
             maxima[r], sums[r] = NEG_INF, ZERO
-        s, own = cuda.local.array(num_scores, float32), cuda.local.array(num_own, float32)
-        p, factors = cuda.local.array(num_weights, uint32), cuda.local.array(own_warps, float32)
+        s, p = cuda.local.array(num_scores, float32), cuda.local.array(num_weights, uint32)
+        factors = cuda.local.array(num_factors, float32)
 
-        tile = int32(load_segment(record).first_tile)
-        while tile < end_tile:
-            keys = uint32(shared + uint32(slot * slot_bytes))
-            first_key = int32(tile * keys_per_tile + warp // (team_warps * row_teams) * team_keys)
-            checked = always_checked or first_key + team_keys > load_segment(record).request.prefix_len
-            wait_full(shared, slot, parity)
+        # One round: products of ``tile``, weights and output of the tile before.  They do not wait for each other.
+        tile, last_slot = first_tile, slot
+        while tile <= end_tile:
+            flip = uint32(tile & 1)
+            last_key = int32((tile - 1) * keys_per_tile + warp // warps_of_rows * team_keys)
+            checked = always_checked or last_key + team_keys > load_segment(record).request.prefix_len
+            if tile < end_tile:
+                wait_full(shared, slot, parity)
             if has_rows:
-                multiply_keys(shared, keys, queries, s)
-            if has_rows:
-                raised = False
+                if tile > first_tile:
+                    scale(args, record, lane_row, last_key, checked, own)
+                # After the last tile this multiplies what stands in the slot, and nobody looks at the result.
+                multiply_keys(shared, uint32(shared + uint32(slot * slot_bytes)), queries, s)
+                raised = weigh(own, maxima, sums, factors, p)
                 if has_team:
-                    exchange_scores(shared, s, own)
-                    if owns_rows:
-                        raised = weigh(args, record, lane_row, first_key, checked, own, maxima, sums, factors, p)
-                    publish_weights(shared, raised, factors, p)
-                    raised = read_factors(shared, factors)
+                    publish_weights(shared, flip, raised, factors, p)
+                    send_scores(shared, flip, s, own)
+                    ptx.barrier_sync(uint32(1 + warp // team_warps), uint32(team_warps * WARP))
+                    receive_scores(shared, flip, own)
+                    raised = read_factors(shared, flip, factors)
                 else:
-                    raised = weigh(args, record, lane_row, first_key, checked, s, maxima, sums, factors, p)
+                    for i in range(num_own):
+                        own[i] = s[i]
                     raised = cuda.any_sync(uint32(FULL_WARP), raised)
-                if raised:
-                    rescale(o, factors)
-                if checked:
-                    multiply_checked_values(shared, keys + uint32(v_offset), p, o)
-                else:
-                    multiply_values(shared, keys + uint32(v_offset), p, o)
-            release(shared, slot)
-            if tile + (stages - 1) < end_tile:  # into the slot of the tile before, which all teams have left by now
-                fetch(args, shared, record, int32(tile + stages - 1), index, ahead_slot, ahead_parity ^ int32(1))
-                ahead_slot = int32(ahead_slot + 1)
-                if ahead_slot == stages:
-                    ahead_slot, ahead_parity = int32(0), int32(ahead_parity ^ 1)
-                index = next_index(args, record, int32(tile + stages))
-            slot = int32(slot + 1)
-            if slot == stages:
-                slot, parity = int32(0), int32(parity ^ 1)
+                if tile > first_tile:
+                    if raised:
+                        rescale(o, factors)
+                    values = uint32(shared + uint32(last_slot * slot_bytes + v_offset))
+                    if checked:
+                        multiply_checked_values(shared, flip, values, p, o)
+                    else:
+                        multiply_values(shared, flip, values, p, o)
+            if tile > first_tile:
+                release(shared, last_slot)
+            if tile > first_tile + 1 and tile + (stages - 2) < end_tile:
+                # Into the slot of the tile before the last one, which all teams have left by now.
+                fetch(args, shared, record, int32(tile + stages - 2), index, ahead_slot, ahead_parity ^ int32(1))
+                ahead_slot, ahead_parity = next_slot(ahead_slot, ahead_parity)
+                index = next_index(args, record, int32(tile + stages - 1))
+            last_slot = slot
+            if tile < end_tile:
+                slot, parity = next_slot(slot, parity)
             tile = int32(tile + 1)
         finish_segment(args, shared, record, maxima, sums, o)
         return slot, parity

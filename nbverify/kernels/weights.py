@@ -12,7 +12,7 @@ from numba import cuda, float32, int64, uint32
 from numba.cuda import libdevice
 
 from nbverify.kernels import ptx
-from nbverify.kernels.geometry import FULL_WARP, WARP
+from nbverify.kernels.geometry import FULL_WARP
 from nbverify.kernels.masking import make_finish_score
 from nbverify.kernels.scores import FRAG_BYTES
 from nbverify.kernels.segments import MASK_START, load_segment
@@ -30,57 +30,63 @@ def make_pack(dtype):
 
 
 def make_weigh(spec, geometry):
-    """``weigh(args, record, first_row, first_key, checked, s, maxima, sums, factors, p)``.
+    """``scale(args, record, first_row, first_key, checked, own)`` and ``weigh(own, maxima, sums, factors, p)``.
 
-    Scores ``s`` become the weights ``p`` (pairs, ``p[r * key_frags + j]``), and the rows' states and factors are
-    brought up to date.  ``first_row`` and ``first_key`` are those of the layout (scores.py).  ``checked``: some
-    key of the tile may be hidden from some row, or the spec has a score_mod.
-    Returns whether a factor of this lane is not 1.
+    ``scale`` makes scores of products: scaled, masked, with score_mod, times log2(e).  ``first_row`` (in the row unit)
+    and ``first_key`` are those of the layout (scores.py).  ``checked``: some key of the tile may be hidden from some
+    row, or the spec has a score_mod.
+
+    ``weigh`` makes weights of them (pairs, ``p[r * key_frags + j]``), brings the rows' states up to date, and returns
+    whether a factor of this lane is not 1.  It has no branch, so that the compiler may mix it with the next products.
     """
     rows, key_frags = geometry.rows_per_lane, geometry.key_frags
     pack, finish_score = make_pack(spec.dtype), make_finish_score(spec)
 
     @cuda.jit(device=True, forceinline=True)
-    def weigh(args, record, first_row, first_key, checked, s, maxima, sums, factors, p):
+    def scale(args, record, first_row, first_key, checked, own):
         ptx.unroll_loops()
         if checked:
             lane, _ = signed_lane_and_warp()
             segment, mask_start = load_segment(record), record[MASK_START]
-            request, kv_head = segment.request, segment.kv_head
             row = segment.first_row + first_row + lane // LANES_PER_ROW
             key = int64(first_key) + 2 * (lane % LANES_PER_ROW)
             for r in range(rows):
                 for j in range(key_frags):
                     for i in range(2):
                         at = (r * key_frags + j) * 2 + i
-                        s[at] = finish_score(args, request, kv_head, mask_start, row + 8 * r, key + 8 * j + i, s[at])
+                        own[at] = finish_score(
+                            args, segment.request, segment.kv_head, mask_start, row + 8 * r, key + 8 * j + i, own[at]
+                        )
         else:
             for at in range(rows * key_frags * 2):
-                s[at] = libdevice.fmul_rn(libdevice.fmul_rn(s[at], args.score_scale), LOG2_E)
-        raised = False
+                own[at] = libdevice.fmul_rn(libdevice.fmul_rn(own[at], args.score_scale), LOG2_E)
+
+    @cuda.jit(device=True, forceinline=True)
+    def weigh(own, maxima, sums, factors, p):
+        ptx.unroll_loops()
+        any_raised = False
         for r in range(rows):
             first = r * key_frags * 2
-            largest = s[first]
+            largest = own[first]
             for i in range(1, 2 * key_frags):
-                largest = max(largest, s[first + i])
+                largest = max(largest, own[first + i])
             largest = max(largest, cuda.shfl_xor_sync(uint32(FULL_WARP), largest, 1))
             largest = max(largest, cuda.shfl_xor_sync(uint32(FULL_WARP), largest, 2))
-            factors[r] = ONE
-            if largest > libdevice.fadd_rn(maxima[r], SLACK):
-                factors[r] = ptx.ex2(libdevice.fsub_rn(maxima[r], largest))
-                maxima[r] = largest
-                raised = True
+            is_raised = largest > libdevice.fadd_rn(maxima[r], SLACK)
+            factors[r] = ptx.ex2(libdevice.fsub_rn(maxima[r], largest)) if is_raised else ONE
+            maxima[r] = largest if is_raised else maxima[r]
+            any_raised = any_raised or is_raised
             base = exponent_base(maxima[r])
             total = ZERO
             for j in range(key_frags):
-                even = ptx.ex2(libdevice.fsub_rn(s[first + 2 * j], base))
-                odd = ptx.ex2(libdevice.fsub_rn(s[first + 2 * j + 1], base))
+                even = ptx.ex2(libdevice.fsub_rn(own[first + 2 * j], base))
+                odd = ptx.ex2(libdevice.fsub_rn(own[first + 2 * j + 1], base))
                 total = libdevice.fadd_rn(total, libdevice.fadd_rn(even, odd))
                 p[r * key_frags + j] = pack(even, odd)
             sums[r] = cuda.fma(sums[r], factors[r], total)
-        return raised
+        return any_raised
 
-    return weigh
+    return scale, weigh
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -91,54 +97,54 @@ def finish_row_sum(total):
 
 
 def make_publish_weights(geometry):
-    """``publish_weights(shared, raised, factors, p)``: P, factors and a flag to the team.  A team barrier is inside.
+    """``publish_weights(shared, parity, raised, factors, p)``: P, factors and a flag for the team.
 
     P lies in shared memory in fragment order, [k16 step][row fragment][lane][4 registers], so that a warp reads its
     operand of the mma in 16 bytes a lane.  Of the four registers a warp owns two: those of its rows.
-    Written before the barrier and read after it; the next write follows the barrier of the next ``exchange_scores``.
     """
-    rows, row_frags, key_pairs = 2 * geometry.row_frags, geometry.row_frags, geometry.key_frags // 2
+    row_frags, key_frags, teams = geometry.row_frags, geometry.key_frags, geometry.teams
     team_warps, team_rows = geometry.team_warps, geometry.team_rows
     weights_offset, team_bytes = geometry.weights_offset, geometry.team_weights_bytes
     factors_offset, flags_offset = geometry.factors_offset, geometry.flags_offset
 
     @cuda.jit(device=True, forceinline=True)
-    def publish_weights(shared, raised, factors, p):
+    def publish_weights(shared, parity, raised, factors, p):
         ptx.unroll_loops()
         lane, warp = lane_and_warp()
-        team, own = warp // uint32(team_warps), warp % uint32(team_warps)
+        team, own = uint32(warp // uint32(team_warps) + parity * uint32(teams)), warp % uint32(team_warps)
         any_raised = cuda.any_sync(uint32(FULL_WARP), raised)
-        if own < uint32(rows):
-            target = uint32(shared + uint32(weights_offset) + team * uint32(team_bytes) + lane * uint32(16))
-            target = uint32(target + own // uint32(2) * uint32(FRAG_BYTES) + own % uint32(2) * uint32(4))
-            for j in range(2 * key_pairs):
-                ptx.store_shared_u32(target + uint32(j // 2 * row_frags * FRAG_BYTES + j % 2 * 8), p[j])
-            if lane % uint32(LANES_PER_ROW) == uint32(0):
-                row = team * uint32(team_rows) + own * uint32(8) + lane // uint32(LANES_PER_ROW)
-                ptx.store_shared_f32(shared + uint32(factors_offset) + row * uint32(4), factors[0])
+        target = uint32(shared + uint32(weights_offset) + team * uint32(team_bytes) + lane * uint32(16))
+        target = uint32(target + own // uint32(2) * uint32(FRAG_BYTES) + own % uint32(2) * uint32(4))
+        for j in range(key_frags):
+            ptx.store_shared_u32(target + uint32(j // 2 * row_frags * FRAG_BYTES + j % 2 * 8), p[j])
+        if lane % uint32(LANES_PER_ROW) == uint32(0):
+            row = team * uint32(team_rows) + own * uint32(8) + lane // uint32(LANES_PER_ROW)
+            ptx.store_shared_f32(shared + uint32(factors_offset) + row * uint32(4), factors[0])
         if lane == uint32(0):
-            ptx.store_shared_u32(shared + uint32(flags_offset) + warp * uint32(4), uint32(any_raised))
-        ptx.barrier_sync(uint32(1) + team, uint32(team_warps * WARP))  # publishes P, factors and flags to the team
+            flag = shared + uint32(flags_offset) + team * uint32(16) + own * uint32(4)
+            ptx.store_shared_u32(flag, uint32(any_raised))
 
     return publish_weights
 
 
 def make_read_factors(geometry):
-    """``read_factors(shared, factors)``: the team's factors for the lane's rows; returns whether any is not 1."""
+    """``read_factors(shared, parity, factors)``: the team's, for the lane's rows; returns whether any is not 1."""
     rows, team_warps, team_rows = 2 * geometry.row_frags, geometry.team_warps, geometry.team_rows
-    factors_offset, flags_offset = geometry.factors_offset, geometry.flags_offset
+    factors_offset, flags_offset, teams = geometry.factors_offset, geometry.flags_offset, geometry.teams
 
     @cuda.jit(device=True, forceinline=True)
-    def read_factors(shared, factors):
+    def read_factors(shared, parity, factors):
         ptx.unroll_loops()
         lane, warp = lane_and_warp()
-        team = warp // uint32(team_warps)
+        team = uint32(warp // uint32(team_warps) + parity * uint32(teams))
         flags = ptx.load_shared_v4_u32(shared + uint32(flags_offset) + team * uint32(16))
-        any_raised = (flags[0] | flags[1] | flags[2] | flags[3]) != uint32(0)
-        if any_raised:
+        any_raised = flags[0] | flags[1]
+        if team_warps > 2:
+            any_raised = any_raised | flags[2] | flags[3]
+        if any_raised != uint32(0):
             row = team * uint32(team_rows) + lane // uint32(LANES_PER_ROW)
             for r in range(rows):
                 factors[r] = ptx.load_shared_f32(shared + uint32(factors_offset) + (row + uint32(8 * r)) * uint32(4))
-        return any_raised
+        return any_raised != uint32(0)
 
     return read_factors
