@@ -542,14 +542,15 @@ class NamedBarrier:
         self._number, self._size = number, 0
         self._arrived: set[int] = set()
         self._waiting: list[Any] = []
+        self._vote = False
 
     @property
     def label(self) -> str:
         """``named barrier 3 (64 of 96 threads came)``."""
         return f"named barrier {self._number} ({len(self._arrived)} of {self._size} threads came)"
 
-    def come(self, thread: Any, size: int, *, wait: bool) -> None:
-        """Arrive, and wait for the others or not."""
+    def come(self, thread: Any, size: int, *, wait: bool, vote: bool = False) -> Any:
+        """Arrive, and wait for the others or not; what any voted for, in this phase."""
         thread.must_run()
         if size % WARP or size == 0:
             raise ValueError(
@@ -560,28 +561,35 @@ class NamedBarrier:
         if thread.index in self._arrived:
             raise ValueError(f"{self.label}: a thread comes for the second time in this phase; {place()}")
         self._size = size
+        self._vote |= vote
         self._arrived.add(thread.index)
         if len(self._arrived) == size:
-            waiting = self._waiting
-            self._arrived, self._waiting = set(), []
+            waiting, result = self._waiting, self._vote
+            self._arrived, self._waiting, self._vote = set(), [], False
             for other in waiting:
-                other.release(None)
-        elif wait:
+                other.release(result)
+            return result
+        if wait:
             self._waiting.append(thread)
-            thread.wait(self)
+            return thread.wait(self)
+        return None
 
 
 def _named_barrier(name: str, *, wait: bool) -> Twin:
-    def twin(barrier: Any, threads: Any) -> None:
+    def twin(barrier: Any, threads: Any, vote: Any = 0) -> Any:
         number = _address32(barrier)
         if number not in NAMED_BARRIERS:
             raise ValueError(f"{name}: barrier: expected 1 to 15 (0 is syncthreads), got {number}; {place()}")
         me = getcurrent()
         me.interrupt()
         named = _block().named
-        named.setdefault(number, NamedBarrier(number)).come(me, _address32(threads), wait=wait)
+        barrier = named.setdefault(number, NamedBarrier(number))
+        return barrier.come(me, _address32(threads), wait=wait, vote=bool(vote))
 
     return twin
+
+
+_barrier_or = _named_barrier("barrier_or", wait=True)
 
 
 def _fence() -> None:
@@ -641,6 +649,7 @@ PTX_TWINS: dict[str, Twin] = {
     "fence_mbarrier_init": _fence,
     "fence_proxy_async": _fence,
     "barrier_sync": _named_barrier("barrier_sync", wait=True),
+    "barrier_or": lambda barrier, threads, vote: uint32(_barrier_or(barrier, threads, vote)),
     "barrier_arrive": _named_barrier("barrier_arrive", wait=False),
     "elect_one": elect_one,
     "setmaxnreg_inc": setmaxnreg,

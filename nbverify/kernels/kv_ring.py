@@ -24,118 +24,98 @@ from numba import cuda, int32, int64, uint32, uint64
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.kv_tiles import index_of, pool_row
-from nbverify.kernels.segments import load_segment
-from nbverify.kernels.threads import lane_and_warp, signed_lane_and_warp
+from nbverify.kernels.segments import PREFIX_INDICES, load_segment
 
 BARRIER_BYTES = 8
-SOURCE_BYTES = 16  # addresses of a row of K and of V
 CHUNK_BYTES = 16  # of a cp.async
 
 
 def make_ring(spec, geometry):
-    """``init, next_index, fetch, wait_full, release`` for a geometry."""
+    """``init, next_indices, fetch, wait_full, release`` for a geometry."""
     stages, warps, threads = geometry.stages, geometry.warps, geometry.threads
-    keys_per_tile, copied_rows = geometry.keys_per_tile, geometry.copied_rows
-    k_row_bytes, v_row_bytes = geometry.k_row_bytes, geometry.v_row_bytes
+    keys_per_tile, copied_rows, passes = geometry.keys_per_tile, geometry.copied_rows, geometry.copy_passes
+    lanes = geometry.copy_lanes
+    k_steps, v_steps = geometry.k_row_bytes // (CHUNK_BYTES * lanes), geometry.v_row_bytes // (CHUNK_BYTES * lanes)
     k_pitch, v_pitch = geometry.ring_k_pitch, geometry.ring_v_pitch
     slot_bytes, v_offset = geometry.slot_bytes, geometry.ring_v_offset
-    sources_offset = geometry.sources_offset
     full_offset = geometry.barriers_offset
     empty_offset = full_offset + BARRIER_BYTES * stages
-    separate_v, bulk, has_heads = geometry.separate_v, geometry.bulk_copies, spec.num_kv_heads > 1
-    full_arrivals = warps if bulk else threads
-    k_chunks, v_chunks = k_row_bytes // CHUNK_BYTES, v_row_bytes // CHUNK_BYTES
+    separate_v, has_heads = geometry.separate_v, spec.num_kv_heads > 1
+    rows_per_pass, can_suspend = WARP // lanes, geometry.can_suspend
 
     @cuda.jit(device=True, forceinline=True)
     def init(shared):
         """Make the mbarriers.  The whole block calls it, and syncthreads comes before their first use."""
         if cuda.threadIdx.x == 0:
             for slot in range(stages):
-                ptx.mbarrier_init(shared + full_offset + BARRIER_BYTES * slot, uint32(full_arrivals))
+                ptx.mbarrier_init(shared + full_offset + BARRIER_BYTES * slot, uint32(threads))
                 ptx.mbarrier_init(shared + empty_offset + BARRIER_BYTES * slot, uint32(warps))
-            if bulk:
-                ptx.fence_mbarrier_init()
-
-    @cuda.jit(device=True, forceinline=True)
-    def row_address(pool, row, row_stride, kv_head, head_stride):
-        start = int64(row) * row_stride
-        if has_heads:
-            start += kv_head * head_stride
-        return ptx.global_address(pool, start)
 
     @cuda.jit(device=True, forceinline=True)
     def wait(barrier, parity):
-        if bulk:
+        if can_suspend:
             ptx.mbarrier_try_wait(barrier, uint32(parity))
         else:
             ptx.mbarrier_wait(barrier, uint32(parity))
 
     @cuda.jit(device=True, forceinline=True)
-    def next_index(args, record, tile):
-        """Entry of the index lists (uint32) for this lane's row of a tile, 0 if it has none.
+    def next_indices(me, args, record, tile, indices):
+        """Entries of the index lists (uint32) for this lane's rows of a tile, one a pass; 0 where it has none.
 
-        Nothing is done with it here: its load has until ``fetch`` to arrive.
+        Nothing is done with them here: their loads have until ``fetch`` to arrive.
         """
-        lane, warp = signed_lane_and_warp()
-        request, row = load_segment(record).request, int32(warp * copied_rows + lane)
-        key = int32(int32(tile * keys_per_tile) + row)
-        if lane < copied_rows and row < keys_per_tile and key < int32(request.num_keys):
-            return index_of(args, request, key)
-        return uint32(0)
-
-    @cuda.jit(device=True, forceinline=True)
-    def fetch(args, shared, record, tile, index, slot, parity):
-        """Request this warp's rows of a tile into ``slot``; ``index`` is what ``next_index`` gave for the tile."""
         ptx.unroll_loops()
-        lane, warp = signed_lane_and_warp()
-        segment = load_segment(record)
-        first_row = int32(warp * copied_rows)
-        rows = int32(min(int32(int32(segment.request.num_keys) - int32(tile * keys_per_tile)), int32(keys_per_tile)))
-        rows = min(int32(rows - first_row), int32(copied_rows))
-        sources = uint32(shared + uint32(sources_offset + warp * (copied_rows * SOURCE_BYTES)))
-        row = pool_row(args, index)
-        # 64-bit: row * stride passes 2^31 in a pool of 4 GB.
-        k_source = row_address(args.k_cache, row, args.k_cache_stride_slot, segment.kv_head, args.k_cache_stride_head)
-        v_source = uint64(0)
-        if separate_v:
-            v_source = row_address(
-                args.v_cache, row, args.v_cache_stride_slot, segment.kv_head, args.v_cache_stride_head
-            )
-        cuda.syncwarp()  # the last tile's sources have been read
-        if lane < copied_rows:
-            ptx.store_shared_v2_u64(sources + uint32(lane * SOURCE_BYTES), (k_source, v_source))
-        cuda.syncwarp()  # publishes the sources to the warp
-        full = uint32(shared + uint32(full_offset + BARRIER_BYTES * slot))
-        wait(shared + uint32(empty_offset + BARRIER_BYTES * slot), parity)
-        k_target = uint32(shared + uint32(slot * slot_bytes + first_row * k_pitch))
-        v_target = uint32(shared + uint32(slot * slot_bytes + v_offset + first_row * v_pitch))
-        if bulk:
-            if ptx.elect_one():
-                ptx.mbarrier_arrive_expect_tx(full, uint32(max(rows, int32(0)) * (k_row_bytes + v_row_bytes)))
-                for r in range(copied_rows):
-                    if r < rows:
-                        source = ptx.load_shared_v2_u64(sources + uint32(r * SOURCE_BYTES))
-                        ptx.bulk_copy(k_target + uint32(r * k_pitch), source[0], uint32(k_row_bytes), full)
-                        if separate_v:
-                            ptx.bulk_copy(v_target + uint32(r * v_pitch), source[1], uint32(v_row_bytes), full)
-            cuda.syncwarp()  # the elected lane is back: what follows is for the whole warp
+        lane, warp = int32(me.lane), int32(me.warp)
+        request, first_key = load_segment(record).request, int32(tile * keys_per_tile)
+        if int32(first_key + keys_per_tile) <= int32(request.prefix_len):  # the way of all tiles but the last ones
+            start, words = uint64(record[PREFIX_INDICES]), uint32(args.kv_indices_words)
+            for i in range(passes):
+                row = int32(warp * copied_rows + i * rows_per_pass + lane // lanes)
+                row = min(row, int32(keys_per_tile - 1))
+                indices[i] = ptx.load_global_u32(start + uint64(uint32(first_key + row)) * uint64(words * uint32(4)))
         else:
-            copy_chunks(sources, k_target, k_pitch, k_chunks, rows, lane, 0)
-            if separate_v:
-                copy_chunks(sources, v_target, v_pitch, v_chunks, rows, lane, 1)
-            ptx.cp_async_arrive(full)
+            for i in range(passes):
+                row = int32(warp * copied_rows + i * rows_per_pass + lane // lanes)
+                indices[i] = uint32(0)
+                if row < keys_per_tile and int32(first_key + row) < int32(request.num_keys):
+                    indices[i] = index_of(args, request, int64(first_key + row))
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_chunks(sources, target, pitch, chunks, rows, lane, which):
-        """Rows of ``chunks`` 16-byte pieces by cp.async, a piece a lane at a time."""
-        piece = lane
-        while piece < rows * chunks:
-            row, column = int32(piece // chunks), int32(piece % chunks)
-            source = ptx.load_shared_v2_u64(sources + uint32(row * SOURCE_BYTES))
-            ptx.cp_async_16(
-                target + uint32(row * pitch + column * CHUNK_BYTES), source[which] + uint64(column * CHUNK_BYTES)
-            )
-            piece = int32(piece + WARP)
+    def copy_row(pool, row, row_stride, kv_head, head_stride, target, piece, steps):
+        """This lane's pieces of a row: 16 bytes each, ``lanes`` lanes side by side."""
+        ptx.unroll_loops()
+        start = int64(row) * row_stride  # 64-bit: it passes 2^31 in a pool of 4 GB
+        if has_heads:
+            start += kv_head * head_stride
+        source = ptx.global_address(pool, start) + uint64(piece * CHUNK_BYTES)
+        target = uint32(target + uint32(piece * CHUNK_BYTES))
+        for step in range(steps):
+            at = step * lanes * CHUNK_BYTES
+            ptx.cp_async_16(target + uint32(at), source + uint64(at))
+
+    @cuda.jit(device=True, forceinline=True)
+    def fetch(me, args, shared, record, tile, indices, slot, parity):
+        """Request this warp's rows of a tile into ``slot``; ``indices`` are what ``next_indices`` gave for the tile."""
+        ptx.unroll_loops()
+        lane, warp = int32(me.lane), int32(me.warp)
+        segment = load_segment(record)
+        rows = int32(min(int32(int32(segment.request.num_keys) - int32(tile * keys_per_tile)), int32(keys_per_tile)))
+        wait(shared + uint32(empty_offset + BARRIER_BYTES * slot), parity)
+        base = uint32(shared + uint32(slot * slot_bytes))
+        for i in range(passes):
+            row = int32(warp * copied_rows + i * rows_per_pass + lane // lanes)
+            if row < rows:
+                pool = pool_row(args, indices[i])
+                copy_row(
+                    args.k_cache, pool, args.k_cache_stride_slot, segment.kv_head, args.k_cache_stride_head,
+                    base + uint32(row * k_pitch), lane % lanes, k_steps,
+                )  # fmt: skip
+                if separate_v:
+                    copy_row(
+                        args.v_cache, pool, args.v_cache_stride_slot, segment.kv_head, args.v_cache_stride_head,
+                        base + uint32(v_offset + row * v_pitch), lane % lanes, v_steps,
+                    )  # fmt: skip
+        ptx.cp_async_arrive(shared + uint32(full_offset + BARRIER_BYTES * slot))
 
     @cuda.jit(device=True, forceinline=True)
     def wait_full(shared, slot, parity):
@@ -143,11 +123,11 @@ def make_ring(spec, geometry):
         wait(shared + uint32(full_offset + BARRIER_BYTES * slot), parity)
 
     @cuda.jit(device=True, forceinline=True)
-    def release(shared, slot):
+    def release(me, shared, slot):
         """This warp reads the tile in ``slot`` no more."""
         cuda.syncwarp()  # all lanes have read it
-        lane, _ = lane_and_warp()
+        lane = me.lane
         if lane == uint32(0):
             ptx.mbarrier_arrive(shared + uint32(empty_offset + BARRIER_BYTES * slot))
 
-    return init, next_index, fetch, wait_full, release
+    return init, next_indices, fetch, wait_full, release

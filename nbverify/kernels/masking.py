@@ -60,6 +60,7 @@ def make_finish_score(spec):
     group = spec.group
     visible = make_visible(spec)
     change_score = _make_change_score(spec.score_mod)
+    has_score_mod = spec.score_mod is not None
 
     @cuda.jit(device=True)
     def finish_score(args, request, kv_head, mask_start, head_row, key, product):
@@ -68,10 +69,18 @@ def make_finish_score(spec):
         node, head = head_row // group, kv_head * group + head_row % group
         if not visible(args, mask_start, request, node, key):
             return NEG_INF
-        scaled = libdevice.fmul_rn(product, args.score_scale)
-        return libdevice.fmul_rn(change_score(scaled, request.number, head, node, key), LOG2_E)
+        if has_score_mod:
+            scaled = libdevice.fmul_rn(product, args.score_scale)
+            return libdevice.fmul_rn(change_score(scaled, request.number, head, node, key), LOG2_E)
+        return scale_score(args, product)
 
     return finish_score
+
+
+@cuda.jit(device=True, forceinline=True)
+def scale_score(args, product):
+    """A visible score without score_mod: the product times scale and log2(e), as one factor."""
+    return libdevice.fmul_rn(product, libdevice.fmul_rn(args.score_scale, LOG2_E))
 
 
 def _make_change_score(score_mod):

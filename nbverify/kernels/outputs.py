@@ -1,7 +1,7 @@
 """The end of a segment: teams that shared rows are merged, and rows go out as results or as partial states."""
 
 import numpy as np
-from numba import cuda, float32, int64, uint32, uint64
+from numba import cuda, float32, int32, int64, uint32, uint64
 from numba.cuda import libdevice
 
 from nbverify.kernels import ptx
@@ -9,14 +9,13 @@ from nbverify.kernels.geometry import WARP
 from nbverify.kernels.scores import FRAG_BYTES
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO, log_sum_exp, weight
-from nbverify.kernels.threads import signed_lane_and_warp
 from nbverify.kernels.weights import LANES_PER_ROW, finish_row_sum, make_pack
 
 STATE_BYTES = 8
 
 
 def make_finish_segment(spec, geometry):
-    """``finish_segment(args, shared, record, maxima, sums, o)``.  All threads of the block call it.
+    """``finish_segment(me, args, shared, record, maxima, sums, o)``.  All threads of the block call it.
 
     The states (m, l) of all teams' rows meet in shared memory.  Teams that share rows leave their outputs in the ring,
     which is empty now, and the first of them adds them up, in the order of the key teams.
@@ -24,7 +23,7 @@ def make_finish_segment(spec, geometry):
     team_warps, row_teams, key_teams = geometry.team_warps, geometry.row_teams, geometry.key_teams
     row_frags, value_frags, team_rows = geometry.row_frags, geometry.value_frags, geometry.team_rows
     rows_per_tile, head_dim_v, group = geometry.rows_per_tile, spec.head_dim_v, spec.group
-    states_offset, bulk = geometry.states_offset, geometry.bulk_copies
+    states_offset = geometry.states_offset
     rows, own_rows, has_team = 2 * row_frags, geometry.rows_per_lane, team_warps > 1
     warps_of_rows = row_teams * team_warps
     num_weights = rows * key_teams
@@ -32,10 +31,10 @@ def make_finish_segment(spec, geometry):
     pack = make_pack(spec.dtype)
 
     @cuda.jit(device=True, forceinline=True)
-    def leave_states(shared, maxima, sums):
+    def leave_states(me, shared, maxima, sums):
         """(m, l) of the rows whose softmax this warp computed."""
         ptx.unroll_loops()
-        lane, warp = signed_lane_and_warp()
+        lane, warp = int32(me.lane), int32(me.warp)
         first_row = warp // team_warps * team_rows
         if has_team:
             first_row += warp % team_warps * 8
@@ -48,20 +47,20 @@ def make_finish_segment(spec, geometry):
                 ptx.store_shared_f32(target + uint32(4), total)
 
     @cuda.jit(device=True, forceinline=True)
-    def leave_outputs(shared, o):
+    def leave_outputs(me, shared, o):
         """This warp's outputs to the ring, as fragments."""
         ptx.unroll_loops()
-        lane, warp = signed_lane_and_warp()
+        lane, warp = int32(me.lane), int32(me.warp)
         target = uint32(shared + uint32((warp - warps_of_rows) * warp_bytes + lane * 16))
         for f in range(row_frags * value_frags):
             at = 4 * f
             ptx.store_shared_v4_f32(target + uint32(f * FRAG_BYTES), (o[at], o[at + 1], o[at + 2], o[at + 3]))
 
     @cuda.jit(device=True, forceinline=True)
-    def add_teams(shared, maxima, totals, o):
+    def add_teams(me, shared, maxima, totals, o):
         """States and outputs of the lane's rows over all key teams."""
         ptx.unroll_loops()
-        lane, warp = signed_lane_and_warp()
+        lane, warp = int32(me.lane), int32(me.warp)
         row = warp // team_warps * team_rows + lane // LANES_PER_ROW
         w = cuda.local.array(num_weights, float32)
         for r in range(rows):
@@ -91,10 +90,10 @@ def make_finish_segment(spec, geometry):
                         o[4 * f + i] = cuda.fma(w[team * rows + r + i // 2], x[i], o[4 * f + i])
 
     @cuda.jit(device=True, forceinline=True)
-    def write_results(args, segment, first_row, column, maxima, totals, o):
+    def write_results(me, args, segment, first_row, column, maxima, totals, o):
         """Rows whose keys were all seen here."""
         ptx.unroll_loops()
-        lane, warp = signed_lane_and_warp()
+        lane, warp = int32(me.lane), int32(me.warp)
         request = segment.request
         words = args.out.view(np.uint32)
         for r in range(rows):
@@ -113,10 +112,10 @@ def make_finish_segment(spec, geometry):
                     args.lse[token * args.lse_stride_token + head] = log_sum_exp(maxima[r], totals[r])
 
     @cuda.jit(device=True, forceinline=True)
-    def write_partials(args, segment, first_row, column, maxima, totals, o):
+    def write_partials(me, args, segment, first_row, column, maxima, totals, o):
         """States of rows that other blocks share."""
         ptx.unroll_loops()
-        lane, warp = signed_lane_and_warp()
+        lane, warp = int32(me.lane), int32(me.warp)
         for r in range(rows):
             if first_row + 8 * r < segment.request.num_nodes * group:
                 state_row = segment.state * rows_per_tile + first_row - segment.first_row + 8 * r
@@ -129,13 +128,13 @@ def make_finish_segment(spec, geometry):
                     ptx.store_global_v2_f32(target, (maxima[r], totals[r]))
 
     @cuda.jit(device=True, forceinline=True)
-    def finish_segment(args, shared, record, maxima, sums, o):
-        lane, warp = signed_lane_and_warp()
-        leave_states(shared, maxima, sums)
+    def finish_segment(me, args, shared, record, maxima, sums, o):
+        lane, warp = int32(me.lane), int32(me.warp)
+        leave_states(me, shared, maxima, sums)
         if key_teams > 1:
             cuda.syncthreads()  # no warp reads the ring any more: outputs may go there
             if warp >= warps_of_rows:
-                leave_outputs(shared, o)
+                leave_outputs(me, shared, o)
             cuda.syncthreads()  # publishes states and outputs to the block
         elif has_team:
             ptx.barrier_sync(uint32(1 + warp // team_warps), uint32(team_warps * WARP))  # publishes states to the team
@@ -143,17 +142,15 @@ def make_finish_segment(spec, geometry):
             cuda.syncwarp()  # publishes states to the warp
         if warp < warps_of_rows:
             row_maxima, totals = cuda.local.array(rows, float32), cuda.local.array(rows, float32)
-            add_teams(shared, row_maxima, totals, o)
+            add_teams(me, shared, row_maxima, totals, o)
             segment = load_segment(record)
             first_row = int64(segment.first_row + warp // team_warps * team_rows + lane // LANES_PER_ROW)
             column = warp % team_warps * (value_frags * 8) + 2 * (lane % LANES_PER_ROW)
             if segment.direct:
-                write_results(args, segment, first_row, column, row_maxima, totals, o)
+                write_results(me, args, segment, first_row, column, row_maxima, totals, o)
             else:
-                write_partials(args, segment, first_row, column, row_maxima, totals, o)
+                write_partials(me, args, segment, first_row, column, row_maxima, totals, o)
         if key_teams > 1:
-            if bulk:
-                ptx.fence_proxy_async()  # the ring was written and read here: before the copies of the next segment
             cuda.syncthreads()  # outputs have been read: the next segment may fill the ring
         else:
             cuda.syncwarp()  # a single warp's states have been read; in a team its next barriers say so

@@ -19,6 +19,8 @@ What the compiler may do with them
     Inside a kernel refer to these as globals of a module: an intrinsic in a closure has a new identity in each process.
 """
 
+import re
+
 from llvmlite import ir
 from numba.cuda import cgutils, types
 from numba.cuda.core.errors import TypingError
@@ -62,7 +64,7 @@ def _emit(text, result, *operands, pure=False, early=False):
         ir.VoidType() if not results else llvm_results[0] if len(results) == 1 else ir.LiteralStructType(llvm_results)
     )
     kind = ir.FunctionType(returns, [_REGISTERS[t][0] for t in inputs])
-    attributes = ("convergent",) if ".sync" in text or "bar.arrive" in text else ()
+    attributes = ("convergent",) if re.search(r"\.sync|bar\.arrive|barrier\.red", text) else ()
 
     def generate(context, builder, sig, values):
         registers = []
@@ -351,6 +353,12 @@ def store_shared_v4_f32(typingctx, address, values):
 
 
 @intrinsic
+def load_global_u32(typingctx, address):
+    """4 bytes, 4-byte aligned: global -> u32."""
+    return _emit("ld.global.u32 $0, [$1];", u32, (address, u64))
+
+
+@intrinsic
 def load_global_v4_u32(typingctx, address):
     """16 bytes, 16-byte aligned: global -> u32[4].
 
@@ -566,6 +574,16 @@ def barrier_sync(typingctx, barrier, threads):
     is no constant makes the assembler reserve all 16.  Aligned.  "bar, barrier".
     """
     return _emit("bar.sync $0, $1;", types.void, (barrier, u32), (threads, u32))
+
+
+@intrinsic
+def barrier_or(typingctx, barrier, threads, condition):
+    """``barrier_sync``, and whether the condition (u32, true if not 0) of any thread was true: -> u32, 0 or 1."""
+    text = (
+        "{\n.reg .pred mine, any;\nsetp.ne.u32 mine, $3, 0;\n"
+        "barrier.red.or.pred any, $1, $2, mine;\nselp.u32 $0, 1, 0, any;\n}"
+    )
+    return _emit(text, u32, (barrier, u32), (threads, u32), (condition, u32))
 
 
 @intrinsic

@@ -12,14 +12,13 @@ bits do not depend on who finishes them.
 """
 
 import numpy as np
-from numba import cuda, float32, uint32, uint64
+from numba import cuda, float32, int32, uint32, uint64
 from numba.cuda import libdevice
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import ZERO
-from nbverify.kernels.threads import lane_and_warp, signed_lane_and_warp
 
 FRAG_BYTES = 16 * WARP  # four 32-bit registers of each lane
 
@@ -30,7 +29,7 @@ def make_multiply(dtype):
 
 
 def make_load_queries(spec, geometry):
-    """``load_queries(args, shared, record, first_row, queries)``: a row fragment, once a segment.
+    """``load_queries(me, args, shared, record, first_row, queries)``: a row fragment, once a segment.
 
     ``first_row`` is the fragment's first row in the row unit.  From global memory to fragments: each lane takes the
     words that the mma wants of it.  The first steps stay in ``queries``; the rest, for which there is no register, goes
@@ -51,9 +50,9 @@ def make_load_queries(spec, geometry):
         return uint64((token * args.q_stride_token + head * args.q_stride_head) // 2 + first_word)
 
     @cuda.jit(device=True, forceinline=True)
-    def load_queries(args, shared, record, first_row, queries):
+    def load_queries(me, args, shared, record, first_row, queries):
         ptx.unroll_loops()
-        lane, warp = signed_lane_and_warp()
+        lane, warp = int32(me.lane), int32(me.warp)
         segment, words = load_segment(record), args.q.view(np.uint32)
         first_word = warp % slices * (steps * 8) + lane % 4
         upper = row_start(args, segment, first_row + lane // 4, first_word)
@@ -71,7 +70,10 @@ def make_load_queries(spec, geometry):
 
 
 def make_multiply_keys(spec, geometry):
-    """``multiply_keys(shared, tile, queries, s)``: this warp's slice of Q K^T; ``tile``: address of its K rows."""
+    """``multiply_keys(me, shared, tile, queries, s, begin, end)``: steps ``begin`` to ``end`` of this warp's slice of Q K^T.
+
+    ``tile`` is the address of the tile's K rows.  A call that begins with step 0 starts the sums anew.
+    """
     steps, kept, rest, slices = (
         geometry.query_steps, geometry.query_steps_kept, geometry.query_rest, geometry.slices,
     )  # fmt: skip
@@ -83,17 +85,18 @@ def make_multiply_keys(spec, geometry):
     multiply = make_multiply(spec.dtype)
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_keys(shared, tile, queries, s):
+    def multiply_keys(me, shared, tile, queries, s, begin, end):
         ptx.unroll_loops()
-        lane, warp = lane_and_warp()
+        lane, warp = me.lane, me.warp
         # Matrices of the ldmatrix: keys 0-7 and then 8-15, of each the first and then the second 8 columns.
         key, half = lane % uint32(8) + lane // uint32(16) * uint32(8), lane // uint32(8) % uint32(2)
         key = uint32(key + warp // uint32(warps_of_rows) * uint32(team_keys))
         keys = uint32(tile + key * uint32(k_pitch) + half * uint32(16) + warp % uint32(slices) * uint32(steps * 32))
         mine = uint32(shared + uint32(queries_offset) + warp * uint32(rest * FRAG_BYTES) + lane * uint32(16))
-        for i in range(2 * row_stride):
-            s[i] = ZERO
-        for k in range(steps):
+        if begin == 0:
+            for i in range(2 * row_stride):
+                s[i] = ZERO
+        for k in range(begin, end):
             if k < kept:
                 a = (queries[4 * k], queries[4 * k + 1], queries[4 * k + 2], queries[4 * k + 3])
             else:
@@ -110,7 +113,7 @@ def make_multiply_keys(spec, geometry):
 
 
 def make_exchange_scores(geometry):
-    """``send_scores(shared, parity, s, own)`` and ``receive_scores(shared, parity, own)``, of partners.
+    """``send_scores(me, shared, parity, s, own)`` and ``receive_scores(me, shared, parity, own)``, of partners.
 
     ``own`` gets the warp's own half of ``s``, and then the partner's part of it, laid out as ``s`` of one row per lane.
     A barrier that both meet lies between the two, and ``parity`` is the tile's.
@@ -124,9 +127,9 @@ def make_exchange_scores(geometry):
         return uint32(start + warp * uint32(key_pairs * FRAG_BYTES) + lane * uint32(16))
 
     @cuda.jit(device=True, forceinline=True)
-    def send_scores(shared, parity, s, own):
+    def send_scores(me, shared, parity, s, own):
         ptx.unroll_loops()
-        lane, warp = lane_and_warp()
+        lane, warp = me.lane, me.warp
         is_second = warp % uint32(2) != uint32(0)
         other = cuda.local.array(values, float32)
         for i in range(values):
@@ -140,9 +143,9 @@ def make_exchange_scores(geometry):
             )
 
     @cuda.jit(device=True, forceinline=True)
-    def receive_scores(shared, parity, own):
+    def receive_scores(me, shared, parity, own):
         ptx.unroll_loops()
-        lane, warp = lane_and_warp()
+        lane, warp = me.lane, me.warp
         source = region(shared, parity, lane, warp ^ uint32(1))
         for pair in range(key_pairs):
             x = ptx.load_shared_v4_f32(source + uint32(pair * FRAG_BYTES))

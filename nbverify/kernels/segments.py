@@ -10,11 +10,12 @@ barrier that publishes it tells that everybody is done with the other.
 
 from numba import cuda, int64
 
+from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.indices import load_index
 from nbverify.kernels.schedule import Request, Segment
 
-NEXT_POSITION, MASK_START, SHARE_END = 12, 13, 14
+NEXT_POSITION, MASK_START, SHARE_END, PREFIX_INDICES = 12, 13, 14, 15
 
 
 def make_open_segment(spec, schedule):
@@ -37,6 +38,9 @@ def make_open_segment(spec, schedule):
                 record[8], record[9], record[10] = segment.first_tile, segment.end_tile, int64(segment.direct)
                 record[11], record[12] = segment.state, segment.next_position
                 record[MASK_START], record[SHARE_END] = mask_start, share_end
+                # Address of the request's first entry in kv_indices: the way to most indices is then a few instructions.
+                first_index = request.prefix_start * args.kv_indices_words
+                record[PREFIX_INDICES] = int64(ptx.global_address(args.kv_indices, first_index))
         cuda.syncthreads()  # publishes the record; nobody uses the other one any more
 
     return open_segment

@@ -1,20 +1,25 @@
 """Which thread this is."""
 
+from typing import NamedTuple
+
 from numba import cuda, int32, uint32
 
-from nbverify.kernels import ptx
-from nbverify.kernels.geometry import WARP
+from nbverify.kernels.geometry import FULL_WARP, WARP
+
+
+class Place(NamedTuple):
+    """A thread's place in its block, uint32."""
+
+    lane: int
+    warp: int
 
 
 @cuda.jit(device=True, forceinline=True)
-def lane_and_warp():
-    """Lane and warp (uint32, for addresses), computed here and not earlier: see ``ptx.opaque_u32``."""
-    thread = ptx.opaque_u32(cuda.threadIdx.x)
-    return thread % uint32(WARP), thread // uint32(WARP)
+def find_place():
+    """Called once, by whole warps.
 
-
-@cuda.jit(device=True, forceinline=True)
-def signed_lane_and_warp():
-    """The same as int32, for rows and keys."""
-    lane, warp = lane_and_warp()
-    return int32(lane), int32(warp)
+    The warp comes from a shuffle, though every lane knows it: then the assembler knows as well that it is the same in
+    all lanes, and computes what derives from it, most addresses, in the uniform registers beside the vector ones.
+    """
+    thread = uint32(cuda.threadIdx.x)
+    return Place(thread % uint32(WARP), uint32(cuda.shfl_sync(uint32(FULL_WARP), int32(cuda.threadIdx.x // WARP), 0)))

@@ -43,7 +43,7 @@ class DeviceLimits:
     """What the choice of a tile depends on."""
 
     shared_bytes: int  # that a block may use (opt-in)
-    bulk_copies: bool  # cp.async.bulk: compute capability 9.0 and up
+    can_suspend: bool  # a thread that waits at an mbarrier: compute capability 9.0 and up
     native_fp8: bool  # cvt from e4m3: 8.9 and up
 
 
@@ -59,7 +59,7 @@ def limits_of(cc: tuple[int, int], shared_bytes: int | None = None) -> DeviceLim
     """Limits of a compute capability; ``shared_bytes`` where a device or a user says it."""
     if shared_bytes is None:
         shared_bytes = SHARED_BYTES.get(cc, SMALLEST_SHARED_BYTES)
-    return DeviceLimits(shared_bytes, bulk_copies=cc >= (9, 0), native_fp8=cc >= (8, 9))
+    return DeviceLimits(shared_bytes, can_suspend=cc >= (9, 0), native_fp8=cc >= (8, 9))
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,13 @@ class MmaGeometry:
         exchange    [2, warps, team_keys / 16, lanes, 4]  float32, the partial scores that the partner finishes
         weights     [2, teams, team_keys / 16, row_frags, lanes, 4]  P as mma fragments, 32-bit pairs
         factors     [2, teams, 16 row_frags]  float32, rescaling of a row's output by the last tile
-        flags       [2, teams, 4]  uint32, one a warp: some factor is not 1
         states      [key_teams, rows_per_tile, 2]  float32, (m, l) of a finished row
         queries     [warps, query_steps - query_steps_kept, lanes, 4]  query fragments that have no register
-        sources     [warps, copied_rows, 2]  uint64, addresses of K and V rows of the next tile
         barriers    [2 stages (+ 4)]  8 bytes each
         segments    [2, SEGMENT_FIELDS]  int64, this segment and the last one (kernels/segments.py)
         table       [2, max_requests + 1]  int64, see kernels/schedule.py
 
-    The first of two dimensions is the parity of the tile.  ``exchange`` to ``flags`` are empty with one slice.
+    The first of two dimensions is the parity of the tile.  ``exchange`` to ``factors`` are empty with one slice.
     """
 
     head_dim_qk: int
@@ -93,7 +91,7 @@ class MmaGeometry:
     team_keys: int
     stages: int
     query_steps_kept: int
-    bulk_copies: bool
+    can_suspend: bool
     native_fp8: bool
 
     # --- warps
@@ -140,8 +138,19 @@ class MmaGeometry:
 
     @property
     def copied_rows(self) -> int:
-        """Rows of a tile that one warp fetches."""
-        return -(-self.keys_per_tile // self.warps)
+        """Rows of a tile that one warp fetches: whole passes."""
+        rows_per_pass = WARP // self.copy_lanes
+        return -(-self.keys_per_tile // (self.warps * rows_per_pass)) * rows_per_pass
+
+    @property
+    def copy_lanes(self) -> int:
+        """Lanes that fetch a row side by side: up to 8, a line of 128 bytes."""
+        return _copy_lanes(self.k_row_bytes, self.v_row_bytes)
+
+    @property
+    def copy_passes(self) -> int:
+        """Rows of a tile that one lane has a part in."""
+        return self.copied_rows * self.copy_lanes // WARP
 
     # --- mma counts of one warp and tile
 
@@ -261,14 +270,9 @@ class MmaGeometry:
         return self.weights_offset + 2 * self.teams * self.team_weights_bytes
 
     @property
-    def flags_offset(self) -> int:
-        """First byte of the flags."""
-        return self.factors_offset + (2 * self.teams * self.team_rows * 4 if self.slices > 1 else 0)
-
-    @property
     def states_offset(self) -> int:
         """First byte of (m, l)."""
-        return self.flags_offset + (2 * self.teams * 16 if self.slices > 1 else 0)
+        return self.factors_offset + (2 * self.teams * self.team_rows * 4 if self.slices > 1 else 0)
 
     @property
     def queries_offset(self) -> int:
@@ -281,14 +285,9 @@ class MmaGeometry:
         return self.query_steps - self.query_steps_kept
 
     @property
-    def sources_offset(self) -> int:
-        """First byte of the pool rows."""
-        return self.queries_offset + self.warps * self.query_rest * WARP * 16
-
-    @property
     def barriers_offset(self) -> int:
         """First mbarrier: full[stages], empty[stages], then full and empty of the widened tiles."""
-        return self.sources_offset + self.warps * self.copied_rows * 16
+        return self.queries_offset + self.warps * self.query_rest * WARP * 16
 
     @property
     def num_barriers(self) -> int:
@@ -323,6 +322,11 @@ class MmaGeometry:
     def shared_bytes(self, max_requests: int) -> int:
         """Dynamic shared memory of a block that walks keys."""
         return self.tile_bytes + table_bytes(max_requests)
+
+
+def _copy_lanes(k_row_bytes: int, v_row_bytes: int) -> int:
+    """The most lanes, up to 8, that rows of both widths are a multiple of, 16 bytes a lane."""
+    return next(n for n in (8, 4, 2, 1) if k_row_bytes % (16 * n) == 0 and v_row_bytes % (16 * n) == 0)
 
 
 def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
@@ -377,7 +381,7 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
             team_keys=team_keys,
             stages=MIN_STAGES,
             query_steps_kept=0,
-            bulk_copies=limits.bulk_copies,
+            can_suspend=limits.can_suspend,
             native_fp8=limits.native_fp8,
         )
         tiles = replace(tiles, query_steps_kept=query_steps_in_registers(tiles))

@@ -21,7 +21,6 @@ from nbverify.kernels import ptx
 from nbverify.kernels.geometry import FULL_WARP
 from nbverify.kernels.scores import FRAG_BYTES, make_multiply
 from nbverify.kernels.softmax import ZERO
-from nbverify.kernels.threads import lane_and_warp
 
 INF = float32(math.inf)
 LOW, HIGH = 0x0000FFFF, 0xFFFF0000
@@ -48,7 +47,7 @@ def make_rescale(geometry):
 
 
 def make_multiply_values(spec, geometry, *, checked):
-    """``multiply_values(shared, parity, tile, p, o)``: o += P V; ``tile`` is the address of its V rows.
+    """``multiply_values(me, shared, parity, tile, p, o)``: o += P V; ``tile`` is the address of its V rows.
 
     ``p`` are the warp's own weights (teams of one warp); other teams read theirs from shared memory.
     """
@@ -62,11 +61,11 @@ def make_multiply_values(spec, geometry, *, checked):
     add_non_finite = _make_add_non_finite(spec.dtype, row_frags, value_frags)
 
     @cuda.jit(device=True, forceinline=True)
-    def load_weights(shared, parity, step, p, a):
+    def load_weights(me, shared, parity, step, p, a):
         """P of 16 keys as the mma's first operand, for all row fragments."""
         ptx.unroll_loops()
         if has_team:
-            lane, warp = lane_and_warp()
+            lane, warp = me.lane, me.warp
             team = uint32(warp // uint32(team_warps) + parity * uint32(teams))
             source = uint32(shared + uint32(weights_offset) + team * uint32(team_bytes))
             source = uint32(source + lane * uint32(16))
@@ -81,16 +80,16 @@ def make_multiply_values(spec, geometry, *, checked):
                 )  # fmt: skip
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_values(shared, parity, tile, p, o):
+    def multiply_values(me, shared, parity, tile, p, o):
         ptx.unroll_loops()
-        lane, warp = lane_and_warp()
+        lane, warp = me.lane, me.warp
         # Matrices of the ldmatrix: keys 0-7 and 8-15 of the first 8 columns, then of the next 8.
         first_key = warp // uint32(team_warps * row_teams) * uint32(team_keys)
         values = uint32(tile + (first_key + lane % uint32(16)) * uint32(v_pitch) + lane // uint32(16) * uint32(16))
         values = uint32(values + warp % uint32(team_warps) * uint32(value_frags * 16))
         a = cuda.local.array(num_registers, uint32)
         for step in range(key_steps):
-            load_weights(shared, parity, step, p, a)
+            load_weights(me, shared, parity, step, p, a)
             for pair in range(column_pairs):
                 b = ptx.ldmatrix_x4_trans(values + uint32(step * 16 * v_pitch + pair * 32))
                 if checked:

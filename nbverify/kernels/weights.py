@@ -8,16 +8,15 @@ P is rounded to the type of the mma; l adds the unrounded weights, each lane its
 the four lanes of a row at the end of a segment.
 """
 
-from numba import cuda, float32, int64, uint32
+from numba import cuda, float32, int32, int64, uint32
 from numba.cuda import libdevice
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import FULL_WARP
-from nbverify.kernels.masking import make_finish_score
+from nbverify.kernels.masking import make_finish_score, scale_score
 from nbverify.kernels.scores import FRAG_BYTES
 from nbverify.kernels.segments import MASK_START, load_segment
-from nbverify.kernels.softmax import LOG2_E, ZERO, exponent_base
-from nbverify.kernels.threads import lane_and_warp, signed_lane_and_warp
+from nbverify.kernels.softmax import ZERO, exponent_base
 
 SLACK = float32(8.0)  # log2 of the largest weight
 ONE = float32(1.0)
@@ -30,23 +29,25 @@ def make_pack(dtype):
 
 
 def make_weigh(spec, geometry):
-    """``scale(args, record, first_row, first_key, checked, own)`` and ``weigh(own, maxima, sums, factors, p)``.
+    """From products to weights, in three functions with no branch but the first one's.
 
-    ``scale`` makes scores of products: scaled, masked, with score_mod, times log2(e).  ``first_row`` (in the row unit)
-    and ``first_key`` are those of the layout (scores.py).  ``checked``: some key of the tile may be hidden from some
-    row, or the spec has a score_mod.
+    ``scale(me, args, record, first_row, first_key, checked, own)`` makes scores: scaled, masked, with score_mod, times
+    log2(e).  ``first_row`` (in the row unit) and ``first_key`` are those of the layout (scores.py).  ``checked``: some
+    key of the tile may be hidden from some row, or the spec has a score_mod.
 
-    ``weigh`` makes weights of them (pairs, ``p[r * key_frags + j]``), brings the rows' states up to date, and returns
-    whether a factor of this lane is not 1.  It has no branch, so that the compiler may mix it with the next products.
+    ``find_largest(own, largest)``: the maximum of each of the lane's rows.
+
+    ``weigh(own, largest, maxima, sums, factors, p)`` makes weights of the scores (pairs, ``p[r * key_frags + j]``),
+    brings the rows' states up to date, and returns whether a factor of this lane is not 1.
     """
     rows, key_frags = geometry.rows_per_lane, geometry.key_frags
     pack, finish_score = make_pack(spec.dtype), make_finish_score(spec)
 
     @cuda.jit(device=True, forceinline=True)
-    def scale(args, record, first_row, first_key, checked, own):
+    def scale(me, args, record, first_row, first_key, checked, own):
         ptx.unroll_loops()
         if checked:
-            lane, _ = signed_lane_and_warp()
+            lane = int32(me.lane)
             segment, mask_start = load_segment(record), record[MASK_START]
             row = segment.first_row + first_row + lane // LANES_PER_ROW
             key = int64(first_key) + 2 * (lane % LANES_PER_ROW)
@@ -59,22 +60,28 @@ def make_weigh(spec, geometry):
                         )
         else:
             for at in range(rows * key_frags * 2):
-                own[at] = libdevice.fmul_rn(libdevice.fmul_rn(own[at], args.score_scale), LOG2_E)
+                own[at] = scale_score(args, own[at])
 
     @cuda.jit(device=True, forceinline=True)
-    def weigh(own, maxima, sums, factors, p):
+    def find_largest(own, largest):
+        ptx.unroll_loops()
+        for r in range(rows):
+            first = r * key_frags * 2
+            x = own[first]
+            for i in range(1, 2 * key_frags):
+                x = max(x, own[first + i])
+            x = max(x, cuda.shfl_xor_sync(uint32(FULL_WARP), x, 1))
+            largest[r] = max(x, cuda.shfl_xor_sync(uint32(FULL_WARP), x, 2))
+
+    @cuda.jit(device=True, forceinline=True)
+    def weigh(own, largest, maxima, sums, factors, p):
         ptx.unroll_loops()
         any_raised = False
         for r in range(rows):
             first = r * key_frags * 2
-            largest = own[first]
-            for i in range(1, 2 * key_frags):
-                largest = max(largest, own[first + i])
-            largest = max(largest, cuda.shfl_xor_sync(uint32(FULL_WARP), largest, 1))
-            largest = max(largest, cuda.shfl_xor_sync(uint32(FULL_WARP), largest, 2))
-            is_raised = largest > libdevice.fadd_rn(maxima[r], SLACK)
-            factors[r] = ptx.ex2(libdevice.fsub_rn(maxima[r], largest)) if is_raised else ONE
-            maxima[r] = largest if is_raised else maxima[r]
+            is_raised = largest[r] > libdevice.fadd_rn(maxima[r], SLACK)
+            factors[r] = ptx.ex2(libdevice.fsub_rn(maxima[r], largest[r])) if is_raised else ONE
+            maxima[r] = largest[r] if is_raised else maxima[r]
             any_raised = any_raised or is_raised
             base = exponent_base(maxima[r])
             total = ZERO
@@ -86,7 +93,7 @@ def make_weigh(spec, geometry):
             sums[r] = cuda.fma(sums[r], factors[r], total)
         return any_raised
 
-    return scale, weigh
+    return scale, find_largest, weigh
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -97,7 +104,7 @@ def finish_row_sum(total):
 
 
 def make_publish_weights(geometry):
-    """``publish_weights(shared, parity, raised, factors, p)``: P, factors and a flag for the team.
+    """``publish_weights(me, shared, parity, factors, p)``: P and the factors for the team.
 
     P lies in shared memory in fragment order, [k16 step][row fragment][lane][4 registers], so that a warp reads its
     operand of the mma in 16 bytes a lane.  Of the four registers a warp owns two: those of its rows.
@@ -105,14 +112,13 @@ def make_publish_weights(geometry):
     row_frags, key_frags, teams = geometry.row_frags, geometry.key_frags, geometry.teams
     team_warps, team_rows = geometry.team_warps, geometry.team_rows
     weights_offset, team_bytes = geometry.weights_offset, geometry.team_weights_bytes
-    factors_offset, flags_offset = geometry.factors_offset, geometry.flags_offset
+    factors_offset = geometry.factors_offset
 
     @cuda.jit(device=True, forceinline=True)
-    def publish_weights(shared, parity, raised, factors, p):
+    def publish_weights(me, shared, parity, factors, p):
         ptx.unroll_loops()
-        lane, warp = lane_and_warp()
+        lane, warp = me.lane, me.warp
         team, own = uint32(warp // uint32(team_warps) + parity * uint32(teams)), warp % uint32(team_warps)
-        any_raised = cuda.any_sync(uint32(FULL_WARP), raised)
         target = uint32(shared + uint32(weights_offset) + team * uint32(team_bytes) + lane * uint32(16))
         target = uint32(target + own // uint32(2) * uint32(FRAG_BYTES) + own % uint32(2) * uint32(4))
         for j in range(key_frags):
@@ -120,31 +126,22 @@ def make_publish_weights(geometry):
         if lane % uint32(LANES_PER_ROW) == uint32(0):
             row = team * uint32(team_rows) + own * uint32(8) + lane // uint32(LANES_PER_ROW)
             ptx.store_shared_f32(shared + uint32(factors_offset) + row * uint32(4), factors[0])
-        if lane == uint32(0):
-            flag = shared + uint32(flags_offset) + team * uint32(16) + own * uint32(4)
-            ptx.store_shared_u32(flag, uint32(any_raised))
 
     return publish_weights
 
 
 def make_read_factors(geometry):
-    """``read_factors(shared, parity, factors)``: the team's, for the lane's rows; returns whether any is not 1."""
+    """``read_factors(me, shared, parity, factors)``: the team's, for the lane's rows."""
     rows, team_warps, team_rows = 2 * geometry.row_frags, geometry.team_warps, geometry.team_rows
-    factors_offset, flags_offset, teams = geometry.factors_offset, geometry.flags_offset, geometry.teams
+    factors_offset, teams = geometry.factors_offset, geometry.teams
 
     @cuda.jit(device=True, forceinline=True)
-    def read_factors(shared, parity, factors):
+    def read_factors(me, shared, parity, factors):
         ptx.unroll_loops()
-        lane, warp = lane_and_warp()
+        lane, warp = me.lane, me.warp
         team = uint32(warp // uint32(team_warps) + parity * uint32(teams))
-        flags = ptx.load_shared_v4_u32(shared + uint32(flags_offset) + team * uint32(16))
-        any_raised = flags[0] | flags[1]
-        if team_warps > 2:
-            any_raised = any_raised | flags[2] | flags[3]
-        if any_raised != uint32(0):
-            row = team * uint32(team_rows) + lane // uint32(LANES_PER_ROW)
-            for r in range(rows):
-                factors[r] = ptx.load_shared_f32(shared + uint32(factors_offset) + (row + uint32(8 * r)) * uint32(4))
-        return any_raised != uint32(0)
+        row = team * uint32(team_rows) + lane // uint32(LANES_PER_ROW)
+        for r in range(rows):
+            factors[r] = ptx.load_shared_f32(shared + uint32(factors_offset) + (row + uint32(8 * r)) * uint32(4))
 
     return read_factors
