@@ -15,7 +15,7 @@ import importlib.metadata
 import json
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,12 @@ class DeviceClock:
     def capture(self, launch: Callable[[Any], object]) -> Any:
         """``launch(stream)`` as an executable graph of CuPy's."""
         self.stream.begin_capture(self._cupy.cuda.runtime.streamCaptureModeGlobal)
-        launch(self.stream)
+        try:
+            launch(self.stream)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self.stream.end_capture()  # else the stream stays in capture, and whatever uses it next fails
+            raise
         return self.stream.end_capture()
 
     def device_times(self, queue: Callable[[Any], object], *, repeats: int = 30, warm: bool = False) -> Times:
@@ -146,8 +151,12 @@ class DeviceClock:
 # ---- the record
 
 
-def head(seed: int) -> dict[str, Any]:
-    """What a rerun needs to know."""
+def head(seed: int, *, packages: Sequence[str] = (), commit: str | None = None) -> dict[str, Any]:
+    """What a rerun needs to know.
+
+    ``packages``: those whose versions count beside numba-cuda's and numpy's; the installed ones appear.  ``commit``:
+    what to say where the sources are a copy without git.
+    """
     from nbverify.launch import Device, call, driver
 
     device = Device(None)
@@ -160,7 +169,8 @@ def head(seed: int) -> dict[str, Any]:
         "cuda": f"{version // 1000}.{version % 1000 // 10}",
         "numba-cuda": _version("numba-cuda"),
         "numpy": np.__version__,
-        "commit": _commit(),
+        **{package: _version(package) for package in packages if _version(package) != "unknown"},
+        "commit": commit or _commit(),
         "source_hash": source_hash(),
         "seed": seed,
         "date": datetime.date.today().isoformat(),
@@ -178,11 +188,16 @@ def head_line(title: str, record: dict[str, Any]) -> str:
 
 def save(name: str, record: dict[str, Any], path: str | None = None) -> Path:
     """Write a record; without a path to results/NAME_GPU_DATE.json."""
-    slug = "".join(c if c.isalnum() else "-" for c in record["head"]["gpu"].lower())
-    target = Path(path) if path else RESULTS / f"{name}_{slug}_{record['head']['date']}.json"
+    target = Path(path) if path else RESULTS / record_name(name, record)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return target
+
+
+def record_name(name: str, record: dict[str, Any]) -> str:
+    """NAME_GPU_DATE.json."""
+    slug = "".join(c if c.isalnum() else "-" for c in record["head"]["gpu"].lower())
+    return f"{name}_{slug}_{record['head']['date']}.json"
 
 
 def _commit() -> str:

@@ -40,7 +40,7 @@ def test_help_imports_nothing_heavy():
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
-    for command in ("demo", "doctor", "compile"):
+    for command in ("demo", "doctor", "compile", "bench"):
         assert f"    {command} " in done.stdout
 
 
@@ -85,6 +85,28 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):
     monkeypatch.setattr(cli, "run_doctor", run)
     with pytest.raises(ZeroDivisionError):
         main(["doctor"])
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [[], ["--suite", "must", "--json"], ["--help"], ["--version"], ["-h"]])
+def test_bench_hands_its_flags_on(monkeypatch, flags):
+    from benchmarks import verify
+
+    given = []
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(verify, "main", lambda flags, prog: given.append((flags, prog)) or 3)
+    assert main(["bench", *flags]) == 3
+    assert given == [(flags, "nbverify bench")]
+
+
+def test_bench_without_a_checkout_says_what_is_missing(monkeypatch, tmp_path, capsys):
+    (tmp_path / "site" / "nbverify").mkdir(parents=True)
+    monkeypatch.setattr(nv, "__file__", str(tmp_path / "site" / "nbverify" / "__init__.py"))
+    assert main(["bench", "--suite", "must"]) == 1
+    error = capsys.readouterr().err
+    assert f"no benchmarks/verify.py in {tmp_path / 'site'}" in error and "run it in a checkout" in error
 
 
 # --- presets ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from benchmarks import readme
+
 ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 HEAVY = ("cupy", "torch", "numba")
@@ -55,3 +59,15 @@ def test_the_figures_in_the_readme_belong_to_the_record_beside_them():
     for row in record["kernel"]:
         if (row["requests"], row["nodes"]) in ((1, 8), (1, 33), (8, 8)):
             assert f"| {row['requests']} x {row['nodes']} | {row['device_us']['p50']:,.0f} us" in measured
+
+
+def test_the_speed_in_the_readme_is_what_the_kept_records_say():
+    """Mend with ``python -m benchmarks.readme``."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme.replaced(text, readme.section(readme.kept())) == text
+
+
+@pytest.mark.parametrize("path, record", readme.kept().items() or [(None, None)])
+def test_a_kept_record_belongs_to_the_kernel_sources(path, record):
+    """Else its figures are of other code: measure again, or remove it."""
+    assert record is None or readme.why_not(record) == ""

@@ -1,0 +1,134 @@
+"""What measuring needs of a GPU.  Tests put a stand-in of numpy and the emulator here."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import nbverify as nv
+from benchmarks import ceilings, peers
+from benchmarks.timing import DeviceClock, Times, head, host_times
+from nbverify import compile, launch
+from nbverify.compile import Target
+from nbverify.errors import NbverifyError
+from nbverify.spec import VerifySpec
+
+if TYPE_CHECKING:
+    from nbverify.kernels.geometry import Geometry
+
+HANG_SECONDS = 120  # a case takes seconds
+PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "torch", "triton", "flashinfer-python")
+
+
+class Gpu:
+    """The current GPU: arrays of CuPy, plans, graphs, and the clock."""
+
+    def __init__(self) -> None:
+        launch.Device(None)  # a DriverError with advice, where CuPy has a code
+        try:
+            import cupy
+        except ImportError as error:
+            raise NbverifyError(
+                f"cupy: cannot be imported ({error}); the benchmark keeps its arrays in it: pip install "
+                "'nbverify[cu12]', or [cu13]"
+            ) from error
+        cupy.cuda.Device().use()
+        self.xp = cupy
+        self.clock = DeviceClock()
+
+    def head(self, seed: int, commit: str | None) -> dict[str, Any]:
+        """What a rerun needs to know."""
+        return head(seed, packages=PACKAGES, commit=commit)
+
+    @contextlib.contextmanager
+    def watched(self, seconds: float = HANG_SECONDS) -> Iterator[None]:
+        """End the process, with a traceback, if what is inside takes longer: a hung kernel never returns."""
+        faulthandler.dump_traceback_later(seconds, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def synchronize(self) -> None:
+        """Streams of different libraries do not wait for each other."""
+        self.xp.cuda.Device().synchronize()
+
+    def ceilings(self) -> dict[str, float]:
+        """The yardsticks: GB/s of a read and a copy, TFLOP/s of mma.sync, and what two events cost by themselves."""
+        found = dict(self.clock.bandwidth())
+        self.xp.get_default_memory_pool().free_all_blocks()
+        found["mma_tflop_s"] = ceilings.measure_mma(self.clock)
+        found["empty_us"] = round(self.clock.device_times(lambda stream: None).median, 2)
+        return found
+
+    def precompile(self, specs: Sequence[VerifySpec], progress: Callable[[str], None]) -> None:
+        """Fill the cache with the kernels of some specs, as many at a time as there are cores.
+
+        What does not compile is left to the plan, whose error is the one to see.
+        """
+        from nbverify.kernels.tiles import geometry_of, limits_of
+
+        device = launch.Device(None)
+        target = compile.target_of(compile.override_cc() or device.cc)
+        limits = limits_of((target.major, target.minor), device.shared_limit)
+        jobs: dict[tuple, tuple[VerifySpec, Geometry]] = {}
+        for spec in specs:
+            with contextlib.suppress(NbverifyError):
+                geometry = geometry_of(spec, limits)
+                jobs.setdefault((spec.compile_key, repr(geometry)), (spec, geometry))
+        workers = min(len(jobs), os.cpu_count() or 1)
+        if workers < 2:
+            return
+        context = multiprocessing.get_context("spawn")  # a forked child could not use CUDA, nor numba's threads
+        with ProcessPoolExecutor(workers, mp_context=context) as pool:
+            futures = [pool.submit(compile_into_cache, spec, target, geometry) for spec, geometry in jobs.values()]
+            for number, future in enumerate(futures, 1):
+                future.exception()
+                progress(f"compiled {number} of {len(futures)} kernels")
+
+    def plan(self, spec: VerifySpec) -> nv.VerifyPlan:
+        return nv.VerifyPlan(spec)
+
+    def capture(self, call: Callable[[Any], object]) -> Any:
+        """``call(stream)`` as a graph."""
+        self.synchronize()
+        return self.clock.capture(call)
+
+    def replay(self, graph: Any) -> None:
+        """Once, to the end."""
+        self.synchronize()
+        graph.launch(self.clock.stream)
+        self.clock.stream.synchronize()
+
+    def replay_times(self, graph: Any, repeats: int) -> Times:
+        """Device time with a cold L2 cache."""
+        return self.clock.replay_times(graph, repeats=repeats)
+
+    def launch_times(self, bound: nv.BoundVerify, count: int) -> Times:
+        """Host time of a launch."""
+        handle, sync = self.clock.stream.ptr, self.clock.stream.synchronize
+        return host_times(lambda: bound.launch(handle), sync, count=count)
+
+    def graph_launch_times(self, graph: Any, count: int) -> Times:
+        """Host time of a replay."""
+        stream = self.clock.stream
+        return host_times(lambda: graph.launch(stream), stream.synchronize, count=count)
+
+    def load_peers(self, folder: Path | None) -> tuple[list[peers.Peer], dict[str, str]]:
+        """Other kernels, and why some are not there."""
+        return peers.load(folder)
+
+    def peer_clock(self) -> peers.TorchClock:
+        """What times them."""
+        return peers.TorchClock(self)
+
+
+def compile_into_cache(spec: VerifySpec, target: Target, geometry: Geometry) -> None:
+    """In a process of its own."""
+    compile.compile_spec(spec, target, geometry)
