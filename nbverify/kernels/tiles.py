@@ -1,17 +1,15 @@
 """Tile shapes of the tensor-core kernel: who computes what, and where it lies in shared memory.
 
-The warps of a block form *teams*.  A team owns 16 * ``row_frags`` query rows and, of each key tile, ``team_keys`` keys; a
-block has ``row_teams`` x ``key_teams`` teams.
+Two ways to share a tile among the warps of a block, both in row fragments of 16 query rows:
 
-    slices = 1   (head dims up to 256) a team is one warp and has one row fragment.  It exchanges nothing.
-    slices = 2   (MLA) two warps share each row fragment: for the scores, each multiplies half of head_dim_qk, and they
-                 exchange half of their partial sums, so that each finishes eight rows.  For the output each of the
-                 team's warps owns a slice of the head_dim_v columns, for all rows of the team.
-
-So a warp keeps in registers what it needs for every tile: its queries (MLA: 16 rows x 288 columns, 72 registers) and its
-outputs (32 rows x 128 columns, 128 registers).  Teams with rows of their own share each key tile but no barrier: while
-one waits for its slowest warp the other keeps the tensor cores busy.  Teams that share rows take different keys and are
-merged at the end of a segment.
+    teams   (head dims up to 256) every warp does everything for one row fragment and ``team_keys`` keys of each tile:
+            scores, softmax, and all columns of the output.  ``row_teams`` x ``key_teams`` warps; those that share rows
+            take different keys and are merged at the end of a segment.
+    roles   (MLA) a row's 512 output columns do not fit beside its queries, so the work is split by kind:
+            ``row_frags`` score warps, one a fragment, keep the queries and make the weights P;
+            ``value_warps`` value warps, each with its slice of the columns for all rows, keep the outputs and also
+            fetch the keys.  P passes through shared memory.  Each key row is then read from shared memory once per 16
+            query rows for the scores, and once per 64 for the output.
 
 ``choose_tiles`` picks the shape, and its reasons stand there.
 """
@@ -29,6 +27,7 @@ FRAG_KEYS = 16  # keys of an mma of P and V
 SHARED_PAD = 16  # bytes: rows of a width that is a multiple of 32 bytes then start in different banks (ldmatrix)
 SEGMENT_FIELDS = 16
 MAX_WARPS = 8  # 255 registers a thread
+MAX_ROLE_FRAGS = 4  # 64 rows
 MAX_LEAN_WARPS = 12  # 168 registers a thread
 MAX_TEAMS = 15  # named barriers
 MAX_STAGES = 8
@@ -68,26 +67,27 @@ class MmaGeometry:
 
         ring        [stages] of a key tile: K rows, then V rows if they are apart; rows padded by 16 bytes
         wide        [2] the same in 16 bits, fp8 caches only
-        exchange    [2, warps, team_keys / 16, lanes, 4]  float32, the partial scores that the partner finishes
-        weights     [2, teams, team_keys / 16, row_frags, lanes, 4]  P as mma fragments, 32-bit pairs
-        factors     [2, teams, 16 row_frags]  float32, rescaling of a row's output by the last tile
+        weights     [2, team_keys / 16, row_frags, lanes, 4]  P as mma fragments, 32-bit pairs (roles)
+        factors     [2, rows_per_tile]  float32, rescaling of a row's output by the last tile (roles)
+        flags       [2, 4]  uint32, one a score warp: some factor is not 1 (roles)
+        indices     [2, keys_per_tile]  uint32, of a tile to be fetched (roles)
         states      [key_teams, rows_per_tile, 2]  float32, (m, l) of a finished row
-        queries     [warps, query_steps - query_steps_kept, lanes, 4]  query fragments that have no register
+        queries     [score warps, 16]  query rows, padded, but for the columns that are kept in registers
         barriers    [2 stages (+ 4)]  8 bytes each
         segments    [2, SEGMENT_FIELDS]  int64, this segment and the last one (kernels/segments.py)
         table       [2, max_requests + 1]  int64, see kernels/schedule.py
 
-    The first of two dimensions is the parity of the tile.  ``exchange`` to ``factors`` are empty with one slice.
+    The first of two dimensions is the parity of the tile.
     """
 
     head_dim_qk: int
     head_dim_v: int
     shared_kv: bool
     kv_itemsize: int
-    slices: int
-    row_frags: int
-    row_teams: int
-    key_teams: int
+    row_frags: int  # teams: 1
+    value_warps: int  # teams: 0
+    row_teams: int  # roles: 1
+    key_teams: int  # roles: 1
     team_keys: int
     stages: int
     query_steps_kept: int
@@ -97,19 +97,24 @@ class MmaGeometry:
     # --- warps
 
     @property
-    def teams(self) -> int:
-        """Teams of a block."""
-        return self.row_teams * self.key_teams
-
-    @property
-    def team_warps(self) -> int:
-        """Warps of a team."""
-        return self.slices * self.row_frags
+    def has_roles(self) -> bool:
+        """Score and value warps, not teams."""
+        return self.value_warps > 0
 
     @property
     def warps(self) -> int:
         """Warps of a block."""
-        return self.teams * self.team_warps
+        return self.row_frags + self.value_warps if self.has_roles else self.row_teams * self.key_teams
+
+    @property
+    def first_fetching_warp(self) -> int:
+        """The warps from here on fetch keys."""
+        return self.row_frags if self.has_roles else 0
+
+    @property
+    def fetching_warps(self) -> int:
+        """Warps that fetch keys, and release them."""
+        return self.warps - self.first_fetching_warp
 
     @property
     def threads(self) -> int:
@@ -117,14 +122,9 @@ class MmaGeometry:
         return self.warps * WARP
 
     @property
-    def team_rows(self) -> int:
-        """Query rows of a team."""
-        return self.row_frags * FRAG_ROWS
-
-    @property
     def rows_per_tile(self) -> int:
         """Query rows of a block."""
-        return self.row_teams * self.team_rows
+        return FRAG_ROWS * self.row_frags * self.row_teams
 
     @property
     def keys_per_tile(self) -> int:
@@ -132,15 +132,10 @@ class MmaGeometry:
         return self.key_teams * self.team_keys
 
     @property
-    def rows_per_lane(self) -> int:
-        """Rows whose softmax a lane computes, of the 16 of its warp's fragment: those are two lanes' rows."""
-        return 2 // self.slices
-
-    @property
     def copied_rows(self) -> int:
         """Rows of a tile that one warp fetches: whole passes."""
         rows_per_pass = WARP // self.copy_lanes
-        return -(-self.keys_per_tile // (self.warps * rows_per_pass)) * rows_per_pass
+        return -(-self.keys_per_tile // (self.fetching_warps * rows_per_pass)) * rows_per_pass
 
     @property
     def copy_lanes(self) -> int:
@@ -157,7 +152,7 @@ class MmaGeometry:
     @property
     def query_steps(self) -> int:
         """k16 steps of the scores."""
-        return self.head_dim_qk // 16 // self.slices
+        return self.head_dim_qk // 16
 
     @property
     def key_frags(self) -> int:
@@ -167,12 +162,17 @@ class MmaGeometry:
     @property
     def value_frags(self) -> int:
         """n8 tiles of the output."""
-        return self.head_dim_v // 8 // self.team_warps
+        return self.head_dim_v // 8 // max(1, self.value_warps)
 
     @property
-    def mma_per_tile(self) -> int:
-        """mma instructions of a warp for a tile that every row sees."""
-        return self.query_steps * self.key_frags + self.row_frags * self.value_frags * (self.team_keys // FRAG_KEYS)
+    def score_mma(self) -> int:
+        """mma instructions of a warp for the scores of a tile."""
+        return self.query_steps * self.key_frags
+
+    @property
+    def value_mma(self) -> int:
+        """mma instructions of a warp for the output of a tile that every row sees."""
+        return self.row_frags * self.value_frags * (self.team_keys // FRAG_KEYS)
 
     # --- bytes
 
@@ -245,34 +245,34 @@ class MmaGeometry:
         return self.stages * self.slot_bytes
 
     @property
-    def exchange_offset(self) -> int:
-        """First byte of the partial scores."""
+    def weights_offset(self) -> int:
+        """First byte of P."""
         return self.wide_offset + (2 * self.wide_bytes if self.is_fp8 else 0)
 
     @property
-    def exchange_bytes(self) -> int:
-        """Partial scores of a block, for tiles of one parity."""
-        return self.warps * (self.team_keys // 16) * WARP * 16 if self.slices > 1 else 0
-
-    @property
-    def weights_offset(self) -> int:
-        """First byte of P."""
-        return self.exchange_offset + 2 * self.exchange_bytes
-
-    @property
-    def team_weights_bytes(self) -> int:
-        """P of a team, for tiles of one parity."""
-        return self.team_keys // 16 * self.row_frags * WARP * 16 if self.slices > 1 else 0
+    def weights_bytes(self) -> int:
+        """P of a tile."""
+        return self.team_keys // 16 * self.row_frags * WARP * 16 if self.has_roles else 0
 
     @property
     def factors_offset(self) -> int:
         """First byte of the factors."""
-        return self.weights_offset + 2 * self.teams * self.team_weights_bytes
+        return self.weights_offset + 2 * self.weights_bytes
+
+    @property
+    def flags_offset(self) -> int:
+        """First byte of the flags."""
+        return self.factors_offset + (2 * 4 * self.rows_per_tile if self.has_roles else 0)
+
+    @property
+    def indices_offset(self) -> int:
+        """First byte of the indices."""
+        return self.flags_offset + (2 * 16 if self.has_roles else 0)
 
     @property
     def states_offset(self) -> int:
         """First byte of (m, l)."""
-        return self.factors_offset + (2 * self.teams * self.team_rows * 4 if self.slices > 1 else 0)
+        return self.indices_offset + (2 * 4 * self.keys_per_tile if self.has_roles else 0)
 
     @property
     def queries_offset(self) -> int:
@@ -280,14 +280,24 @@ class MmaGeometry:
         return self.states_offset + self.key_teams * self.rows_per_tile * 8
 
     @property
+    def score_warps(self) -> int:
+        """Warps that keep queries."""
+        return self.row_frags if self.has_roles else self.warps
+
+    @property
     def query_rest(self) -> int:
         """k16 steps of the queries that stay in shared memory."""
         return self.query_steps - self.query_steps_kept
 
     @property
+    def queries_pitch(self) -> int:
+        """Distance of query rows in shared memory."""
+        return 32 * self.query_rest + SHARED_PAD if self.query_rest else 0
+
+    @property
     def barriers_offset(self) -> int:
         """First mbarrier: full[stages], empty[stages], then full and empty of the widened tiles."""
-        return self.queries_offset + self.warps * self.query_rest * WARP * 16
+        return self.queries_offset + self.score_warps * FRAG_ROWS * self.queries_pitch
 
     @property
     def num_barriers(self) -> int:
@@ -332,50 +342,45 @@ def _copy_lanes(k_row_bytes: int, v_row_bytes: int) -> int:
 def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
     """The tile of a spec on a device.  Its reasons:
 
-    Slices
-        One while a row's output fits a warp's registers (head dims up to 256): nothing is exchanged.
+    Teams or roles
+        Teams while a row's output fits a warp's registers (head dims up to 256): nothing is exchanged.
     Rows
         As few as the spec's nodes x heads fill, in steps of 16: an unused row costs as much as a used one.  If they do
-        not fit one tile, tiles of equal height.  MLA stops at 64 rows, whose accumulators take half the register file.
+        not fit one tile, tiles of equal height.  Roles stop at 64 rows, whose outputs take half the register file.
     Keys
-        Warps that the rows leave over take keys of their own: memory latency wants eight warps.  Tiles of 64 keys, and
-        of 32 for MLA at 64 rows, make 30 to 70 KB a barrier; less where the device's shared memory is small.
+        Teams that the rows leave over take keys of their own: memory latency wants eight warps.  Tiles of 64 keys, and
+        of 32 for MLA, make 16 to 37 KB a step; less where the device's shared memory is small.
     Stages
         All that fit.  Two tiles are in use at a time, the others are on their way.
 
-    Raises ArgumentError for widths that no team serves.
+    Raises ArgumentError for widths that neither serves.
     """
-    if max(spec.head_dim_qk, spec.head_dim_v) <= ONE_WARP_MAX_DIM:
-        slices = 1
-    elif spec.head_dim_qk % 32 == 0 and spec.head_dim_v % 64 == 0:
-        slices = 2
-    else:
-        raise ArgumentError(
-            "kernel",
-            "head dims up to 256, or multiples of 32 (qk) and 64 (v), for 'mma' ('simt' takes all)",
-            f"head_dim_qk={spec.head_dim_qk}, head_dim_v={spec.head_dim_v}",
-        )
     frags = -(-spec.max_nodes * spec.group // FRAG_ROWS)
-    if slices == 1:
+    if max(spec.head_dim_qk, spec.head_dim_v) <= ONE_WARP_MAX_DIM:
         most = MAX_LEAN_WARPS if spec.head_dim_v // 2 + spec.head_dim_qk // 4 <= 96 else MAX_WARPS
-        row_frags = 1
         row_teams = -(-frags // -(-frags // most))
         key_teams = max(1, MAX_WARPS // row_teams)
         widest = 32 if row_teams > MAX_WARPS else 64  # scores of 64 keys: 32 registers
-        choices = [(key_teams, max(16, widest // key_teams // n // 16 * 16)) for n in (1, 2, 4)]
+        shapes = [(1, 0, row_teams, key_teams, max(16, widest // key_teams // n // 16 * 16)) for n in (1, 2, 4)]
     else:
-        row_frags = 1 if frags == 1 else 2
-        row_teams = 2 if frags > 2 else 1
-        most = MAX_WARPS // (slices * row_frags * row_teams)
-        choices = [(1, 32), (1, 16)] if most == 1 else [(n, 16) for n in (4, 2, 1) if n <= most]
-    for key_teams, team_keys in choices:
+        row_frags = min(frags, MAX_ROLE_FRAGS)
+        value_warps = next((n for n in (8, 4, 2) if spec.head_dim_v % (16 * n) == 0), 0)
+        columns = spec.head_dim_v // max(1, value_warps)
+        if value_warps == 0 or row_frags * columns // 2 > 128:
+            raise ArgumentError(
+                "kernel",
+                "head dims up to 256, or a head_dim_v that is a multiple of 128, for 'mma' ('simt' takes all)",
+                f"head_dim_qk={spec.head_dim_qk}, head_dim_v={spec.head_dim_v}",
+            )
+        shapes = [(row_frags, value_warps, 1, 1, keys) for keys in (32, 16)]
+    for row_frags, value_warps, row_teams, key_teams, team_keys in shapes:
         tiles = MmaGeometry(
             head_dim_qk=spec.head_dim_qk,
             head_dim_v=spec.head_dim_v,
             shared_kv=spec.shared_kv,
             kv_itemsize=1 if spec.is_fp8 else 2,
-            slices=slices,
             row_frags=row_frags,
+            value_warps=value_warps,
             row_teams=row_teams,
             key_teams=key_teams,
             team_keys=team_keys,
@@ -394,10 +399,10 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
 
 def query_steps_in_registers(tiles: MmaGeometry) -> int:
     """How many k16 steps of the queries a warp keeps; the rest it reads from shared memory for each tile."""
-    scores = 4 * tiles.key_frags
-    arrays = 4 * tiles.row_frags * tiles.value_frags + scores + scores // tiles.slices
+    scores = 2 * 4 * tiles.key_frags  # of this tile and the last one
+    outputs = 0 if tiles.has_roles else 4 * tiles.value_frags
     registers = 255 if tiles.warps <= MAX_WARPS else 168
-    return max(0, min(tiles.query_steps, (registers - arrays - OTHER_REGISTERS) // 4))
+    return max(0, min(tiles.query_steps, (registers - scores - outputs - OTHER_REGISTERS) // 4))
 
 
 def most_stages(tiles: MmaGeometry, shared_bytes: int) -> int:
