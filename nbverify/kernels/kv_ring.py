@@ -10,8 +10,11 @@ counted over all its segments, lies in slot i % stages, and each slot has two mb
 
 No row is read before it is there, none is overwritten while anybody may still read it.  No warp waits for itself: the
 tile that its fetch must find released is one that it has released already, and the others can release it, since its
-rows and those of all earlier tiles were requested before.  Parities: tile i is use i // stages of its slot; full of it
-has parity (i // stages) % 2, and the fetch waits for empty of the use before; on a fresh mbarrier that passes.
+rows and those of all earlier tiles were requested before.
+
+Where the ring stands is one number, the *turn*: 2 * slot + parity of how often the slot was used before.  Full of a turn
+is waited for with its parity; who fetches into a slot waits for empty of the turn before, whose parity is the other one,
+and on a fresh mbarrier that passes.
 
 Rows past the end of a request are not fetched: what their place holds is hidden by the mask, and values.py lets no
 NaN of it through.
@@ -39,12 +42,13 @@ class Ring(NamedTuple):
     init: object
     fill: object
     next_indices: object
+    load_index_of: object
     fetch: object
     wait_full: object
     release: object
-    next_slot: object
-    slot_before: object
-    load_index_of: object
+    tile_address: object
+    next_turn: object
+    turn_before: object
 
 
 def make_ring(spec, geometry):
@@ -69,16 +73,16 @@ def make_ring(spec, geometry):
                 ptx.mbarrier_init(shared + empty_offset + BARRIER_BYTES * slot, uint32(warps))
 
     @cuda.jit(device=True, forceinline=True)
-    def barrier_of(shared, slot, offset):
+    def barrier_of(shared, turn, offset):
         """Address of a slot's mbarrier; the constant last, where the instruction takes it (see ``ptx.opaque_u32``)."""
-        return ptx.opaque_u32(shared + uint32(slot * BARRIER_BYTES)) + uint32(offset)
+        return ptx.opaque_u32(shared + uint32((turn >> 1) * BARRIER_BYTES)) + uint32(offset)
 
     @cuda.jit(device=True, forceinline=True)
-    def wait(barrier, parity):
+    def wait(barrier, turn):
         if can_suspend:
-            ptx.mbarrier_try_wait(barrier, uint32(parity))
+            ptx.mbarrier_try_wait(barrier, uint32(turn) & uint32(1))
         else:
-            ptx.mbarrier_wait(barrier, uint32(parity))
+            ptx.mbarrier_wait(barrier, uint32(turn) & uint32(1))
 
     @cuda.jit(device=True, forceinline=True)
     def next_indices(me, args, record, tile, indices):
@@ -117,8 +121,8 @@ def make_ring(spec, geometry):
             ptx.cp_async_16(target + uint32(at), source + uint64(at))
 
     @cuda.jit(device=True, forceinline=True)
-    def fetch(me, args, shared, record, tile, indices, slot, parity):
-        """Request this warp's rows of a tile into ``slot``, when its use of this parity is over.
+    def fetch(me, args, shared, record, tile, indices, free):
+        """Request this warp's rows of a tile into the slot of turn ``free``, when that turn is over.
 
         ``indices`` are what ``next_indices`` gave for the tile.
         """
@@ -126,8 +130,8 @@ def make_ring(spec, geometry):
         lane, warp = int32(me.lane), int32(me.warp) - first_warp
         segment = load_segment(record)
         rows = int32(min(int32(int32(segment.request.num_keys) - int32(tile * keys_per_tile)), int32(keys_per_tile)))
-        wait(barrier_of(shared, slot, empty_offset), parity)
-        base = uint32(shared + uint32(slot * slot_bytes))
+        wait(barrier_of(shared, free, empty_offset), free)
+        base = tile_address(shared, free)
         for i in range(passes):
             row = int32(warp * copied_rows + i * rows_per_pass + lane // lanes)
             if row < rows:
@@ -141,43 +145,49 @@ def make_ring(spec, geometry):
                         args.v_cache, pool, args.v_cache_stride_slot, segment.kv_head, args.v_cache_stride_head,
                         base + uint32(v_offset + row * v_pitch), lane % lanes, v_steps,
                     )  # fmt: skip
-        ptx.cp_async_arrive(barrier_of(shared, slot, full_offset))
+        ptx.cp_async_arrive(barrier_of(shared, free, full_offset))
 
     @cuda.jit(device=True, forceinline=True)
-    def wait_full(shared, slot, parity):
-        """Until the tile in ``slot`` is there."""
-        wait(barrier_of(shared, slot, full_offset), parity)
+    def wait_full(shared, turn):
+        """Until the tile is there."""
+        wait(barrier_of(shared, turn, full_offset), turn)
 
     @cuda.jit(device=True, forceinline=True)
-    def release(me, shared, slot):
-        """This warp reads the tile in ``slot`` no more."""
+    def release(me, shared, turn):
+        """This warp reads the tile no more."""
         cuda.syncwarp()  # all lanes have read it
-        lane = me.lane
-        if lane == uint32(0):
-            ptx.mbarrier_arrive(barrier_of(shared, slot, empty_offset))
+        if me.lane == uint32(0):
+            ptx.mbarrier_arrive(barrier_of(shared, turn, empty_offset))
 
     @cuda.jit(device=True, forceinline=True)
-    def next_slot(slot, parity):
-        """The ring slot of the next tile, and the parity of its use."""
-        if slot == stages - 1:
-            return int32(0), int32(parity ^ 1)
-        return int32(slot + 1), parity
+    def tile_address(shared, turn):
+        """Address of a tile in the ring."""
+        return uint32(shared + uint32((turn >> 1) * slot_bytes))
 
     @cuda.jit(device=True, forceinline=True)
-    def slot_before(slot, parity):
-        """The ring slot of the tile before, and the parity of its use."""
-        if slot == 0:
-            return int32(stages - 1), int32(parity ^ 1)
-        return int32(slot - 1), parity
+    def next_turn(turn):
+        """The turn of the next tile."""
+        if turn >= 2 * (stages - 1):
+            return int32((turn & 1) ^ 1)
+        return int32(turn + 2)
 
     @cuda.jit(device=True, forceinline=True)
-    def fill(me, args, shared, record, first_tile, end_tile, slot, parity, indices):
-        """Request the first tiles of a segment, as many as there are slots; ``indices`` is room for theirs."""
+    def turn_before(turn):
+        """The turn of the tile before."""
+        if turn < 2:
+            return int32((turn ^ 1) + 2 * (stages - 1))
+        return int32(turn - 2)
+
+    @cuda.jit(device=True, forceinline=True)
+    def fill(me, args, shared, record, first_tile, end_tile, turn, indices):
+        """Request the first tiles of a segment, one less than there are slots; ``indices`` is room for theirs."""
         tile = first_tile
-        while tile < min(int32(first_tile + stages), end_tile):
+        while tile < min(int32(first_tile + (stages - 1)), end_tile):
             next_indices(me, args, record, tile, indices)
-            fetch(me, args, shared, record, tile, indices, slot, parity ^ int32(1))
-            slot, parity = next_slot(slot, parity)
+            fetch(me, args, shared, record, tile, indices, int32(turn ^ 1))
+            turn = next_turn(turn)
             tile = int32(tile + 1)
 
-    return Ring(init, fill, next_indices, fetch, wait_full, release, next_slot, slot_before, load_index_of)
+    return Ring(
+        init, fill, next_indices, load_index_of, fetch, wait_full, release, tile_address, next_turn, turn_before
+    )

@@ -17,9 +17,10 @@ Launch     grid = co-resident blocks, fixed when the plan is made; threads and s
 Numerics   products exact, sums of mma in float32, P rounded to the 16-bit type, l of the unrounded weights.
 """
 
-from numba import cuda, int32, int64, uint8
+from numba import cuda, int32, int64, uint8, uint32
 
 from nbverify.kernels import ptx, walk_roles, walk_teams
+from nbverify.kernels.geometry import FULL_WARP
 from nbverify.kernels.kv_ring import make_ring
 from nbverify.kernels.schedule import make_schedule
 from nbverify.kernels.segments import NEXT_POSITION, SHARE_END, make_open_segment
@@ -48,17 +49,18 @@ def make_split_phase(spec, geometry, schedule):
 
     @cuda.jit(device=True)
     def split_phase(args, table):
-        # Opaque: it stays in a register, where the assembler would make it again and again out of a special one.
-        shared = ptx.opaque_u32(ptx.shared_address(cuda.shared.array(0, uint8, 16), 0))
         me = find_place()
+        # By way of a shuffle it stays in a uniform register; else the assembler makes it again from a special one.
+        window = int32(ptx.shared_address(cuda.shared.array(0, uint8, 16), 0))
+        shared = uint32(cuda.shfl_sync(uint32(FULL_WARP), window, 0))
         init_ring(shared)
-        slot, parity, which = int32(0), int32(0), int32(0)
+        turn, which = int32(0), int32(0)
         position, share_end = share(args, table)
         while position < share_end:  # an idle block skips the work, not the grid's barrier
             begin = first_record + which * SEGMENT_FIELDS
             record = cuda.shared.array(0, int64, 16)[begin : begin + SEGMENT_FIELDS]
             open_segment(args, table, position, share_end, record)  # the first one publishes the mbarriers, too
-            slot, parity = walk_segment(me, args, shared, record, slot, parity)
+            turn = walk_segment(me, args, shared, record, turn)
             position, share_end = record[NEXT_POSITION], record[SHARE_END]
             which = int32(which ^ 1)
 

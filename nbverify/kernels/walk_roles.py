@@ -28,6 +28,7 @@ from nbverify.kernels.outputs import make_outputs
 from nbverify.kernels.scores import AHEAD, make_load_queries, make_multiply_keys, step_registers_of
 from nbverify.kernels.segments import PREFIX_INDICES, load_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
+from nbverify.kernels.threads import Place
 from nbverify.kernels.tiles import FRAG_ROWS
 from nbverify.kernels.values import make_multiply_values
 from nbverify.kernels.weights import ROWS_PER_LANE, make_publish_weights, make_rescale_by_flags, make_weigh
@@ -36,15 +37,15 @@ READY, DONE = 1, 3  # named barriers, one for each parity
 
 
 def make_walk(spec, geometry, ring):
-    """``walk_segment(me, args, shared, record, slot, parity)``, from ring slot ``slot``; returns where the ring stands."""
+    """``walk_segment(me, args, shared, record, turn)``, from turn ``turn`` of the ring; returns its turn then."""
     score_warps = geometry.row_frags
     walk_scores, walk_values = _make_walk_scores(spec, geometry, ring), _make_walk_values(spec, geometry, ring)
 
     @cuda.jit(device=True, forceinline=True)
-    def walk_segment(me, args, shared, record, slot, parity):
+    def walk_segment(me, args, shared, record, turn):
         if me.warp < uint32(score_warps):
-            return walk_scores(me, args, shared, record, slot, parity)
-        return walk_values(me, args, shared, record, slot, parity)
+            return walk_scores(me, args, shared, record, turn)
+        return walk_values(me, args, shared, record, turn)
 
     return walk_segment
 
@@ -56,7 +57,8 @@ def _make_walk_scores(spec, geometry, ring):
     first_part, second_part = query_steps // 3, 2 * query_steps // 3
     num_scores, num_weights, group = 4 * geometry.key_frags, 2 * geometry.key_frags, spec.group
     always_checked = spec.score_mod is not None or not spec.prefix_visible
-    wait_full, next_slot, load_index_of = ring.wait_full, ring.next_slot, ring.load_index_of
+    wait_full, next_turn, load_index_of = ring.wait_full, ring.next_turn, ring.load_index_of
+    tile_address = ring.tile_address
     stages, indices_offset = geometry.stages, geometry.indices_offset
     indexed_keys = -(-keys_per_tile // geometry.row_frags)  # whose indices a score warp looks up
     load_queries, multiply_keys = make_load_queries(spec, geometry), make_multiply_keys(spec, geometry)
@@ -65,7 +67,7 @@ def _make_walk_scores(spec, geometry, ring):
     leave_states, _, _ = make_outputs(spec, geometry)
 
     @cuda.jit(device=True, forceinline=True)
-    def walk_scores(me, args, shared, record, slot, parity):
+    def walk_scores(me, args, shared, record, turn):
         ptx.unroll_loops()
         segment, first_row = load_segment(record), int32(me.warp) * int32(FRAG_ROWS)
         has_rows = segment.first_row + first_row < segment.request.num_nodes * group
@@ -95,10 +97,10 @@ def _make_walk_scores(spec, geometry, ring):
         tile = first_tile
         index = uint32(0)
         while tile <= end_tile:
-            flip = uint32(tile - first_tile + 1) & uint32(1)  # parity of the tile before
+            flip = uint32(end_tile - tile + 1) & uint32(1)  # of the tile before: parity of the tiles that are left
             if tile < end_tile:
-                wait_full(shared, slot, parity)
-            keys = uint32(shared + uint32(slot * slot_bytes))
+                wait_full(shared, turn)
+            keys = tile_address(shared, turn)
             if tile > first_tile and has_rows:
                 checked = tile > first_checked
                 scale(me, args, record, first_row, int32((tile - 1) * keys_per_tile), checked, own)
@@ -128,16 +130,16 @@ def _make_walk_scores(spec, geometry, ring):
                 for i in range(num_scores):
                     own[i] = s[i]
             if tile < end_tile:
-                slot, parity = next_slot(slot, parity)
+                turn = next_turn(turn)
             tile = int32(tile + 1)
 
         tile = max(int32(end_tile - 2), first_tile)
         while tile < end_tile:
-            ptx.barrier_sync(uint32(DONE) + (uint32(tile - first_tile) & uint32(1)), uint32(threads))
+            ptx.barrier_sync(uint32(DONE) + (uint32(end_tile - tile) & uint32(1)), uint32(threads))
             tile = int32(tile + 1)
         leave_states(me, shared, maxima, sums)
         cuda.syncthreads()  # publishes the states to the value warps
-        return slot, parity
+        return turn
 
     return walk_scores
 
@@ -147,7 +149,7 @@ def _make_walk_values(spec, geometry, ring):
     keys_per_tile, copy_passes = geometry.keys_per_tile, geometry.copy_passes
     num_outputs = 4 * geometry.row_frags * geometry.value_frags
     always_checked = spec.score_mod is not None or not spec.prefix_visible
-    fill, _, fetch, wait_full, release, next_slot, slot_before, _ = ring[1:]
+    fill, _, _, fetch, wait_full, release, tile_address, next_turn, turn_before = ring[1:]
     first_warp, copied_rows, copy_lanes = geometry.first_fetching_warp, geometry.copied_rows, geometry.copy_lanes
     rows_per_pass, indices_offset = WARP // copy_lanes, geometry.indices_offset
     rescale_by_flags = make_rescale_by_flags(geometry)
@@ -166,42 +168,45 @@ def _make_walk_values(spec, geometry, ring):
             indices[i] = ptx.load_shared_u32(at + uint32(indices_offset))
 
     @cuda.jit(device=True, forceinline=True)
-    def walk_values(me, args, shared, record, slot, parity):
+    def walk_values(me, args, shared, record, turn):
+        # Outputs and operands take 152 of the 168 registers.  What else is live over a tile is kept few: ``left`` counts
+        # the tiles, the rest comes from the record, and addresses are made anew from the lane.
         ptx.unroll_loops()
         segment = load_segment(record)
         first_tile, end_tile = int32(segment.first_tile), int32(segment.end_tile)
-        first_checked = int32(0)
-        if not always_checked:
-            first_checked = int32(int32(segment.request.prefix_len) // keys_per_tile)
         indices = cuda.local.array(copy_passes, uint32)
-        fill(me, args, shared, record, first_tile, end_tile, slot, parity, indices)
+        fill(me, args, shared, record, first_tile, end_tile, turn, indices)
         o = cuda.local.array(num_outputs, float32)
         for i in range(num_outputs):
             o[i] = ZERO
 
-        tile = first_tile
-        while tile < end_tile:
-            flip = uint32(tile - first_tile) & uint32(1)
-            values = uint32(shared + uint32(slot * slot_bytes + v_offset))
-            wait_full(shared, slot, parity)
+        left = int32(end_tile - first_tile)
+        while left > 0:
+            flip = uint32(left) & uint32(1)
+            here = Place(ptx.lane_id(), me.warp)
+            wait_full(shared, turn)
             ptx.barrier_sync(uint32(READY) + flip, uint32(threads))
-            rescale_by_flags(me, shared, flip, o)
-            if tile >= first_checked:
-                multiply_checked_values(me, shared, flip, values, indices, o)
+            rescale_by_flags(here, shared, flip, o)
+            values = tile_address(shared, turn) + uint32(v_offset)
+            segment = load_segment(record)
+            keys_after = int32(int32(int32(segment.end_tile) - left + 1) * keys_per_tile)
+            if always_checked or keys_after > int32(segment.request.prefix_len):
+                multiply_checked_values(here, shared, flip, values, indices, o)
             else:
-                multiply_values(me, shared, flip, values, indices, o)
-            take_indices(me, shared, flip, indices)
+                multiply_values(here, shared, flip, values, indices, o)
+            here = Place(ptx.lane_id(), me.warp)
+            take_indices(here, shared, flip, indices)
             ptx.barrier_arrive(uint32(DONE) + flip, uint32(threads))
-            release(me, shared, slot)
-            if tile > first_tile and tile + (stages - 1) < end_tile:
+            release(here, shared, turn)
+            if left >= stages:
                 # Into the slot of the tile before, which all value warps have left by now.
-                free_slot, free_parity = slot_before(slot, parity)
-                fetch(me, args, shared, record, int32(tile + stages - 1), indices, free_slot, free_parity)
-            slot, parity = next_slot(slot, parity)
-            tile = int32(tile + 1)
+                ahead = int32(int32(load_segment(record).end_tile) - left + (stages - 1))
+                fetch(here, args, shared, record, ahead, indices, turn_before(turn))
+            turn = next_turn(turn)
+            left = int32(left - 1)
 
         cuda.syncthreads()  # publishes the states
         write_outputs(me, args, shared, record, o)
-        return slot, parity
+        return turn
 
     return walk_values

@@ -27,7 +27,7 @@ from nbverify.kernels.weights import ROWS_PER_LANE, make_weigh
 
 
 def make_walk(spec, geometry, ring):
-    """``walk_segment(me, args, shared, record, slot, parity)``, from ring slot ``slot``; returns where the ring stands."""
+    """``walk_segment(me, args, shared, record, turn)``, from turn ``turn`` of the ring; returns its turn then."""
     stages, slot_bytes, v_offset = geometry.stages, geometry.slot_bytes, geometry.v_offset
     row_teams, key_teams = geometry.row_teams, geometry.key_teams
     team_keys, keys_per_tile = geometry.team_keys, geometry.keys_per_tile
@@ -38,7 +38,7 @@ def make_walk(spec, geometry, ring):
     num_outputs, copy_passes, group = 4 * geometry.value_frags, geometry.copy_passes, spec.group
     always_checked = spec.score_mod is not None or not spec.prefix_visible
 
-    fill, next_indices, fetch, wait_full, release, next_slot, slot_before, _ = ring[1:]
+    fill, next_indices, _, fetch, wait_full, release, tile_address, next_turn, turn_before = ring[1:]
     load_queries, multiply_keys = make_load_queries(spec, geometry), make_multiply_keys(spec, geometry)
     scale, find_largest, weigh = make_weigh(spec, geometry)
     rescale = make_rescale(geometry)
@@ -47,7 +47,7 @@ def make_walk(spec, geometry, ring):
     leave_states, leave_outputs, write_outputs = make_outputs(spec, geometry)
 
     @cuda.jit(device=True, forceinline=True)
-    def walk_segment(me, args, shared, record, slot, parity):
+    def walk_segment(me, args, shared, record, turn):
         ptx.unroll_loops()
         segment, warp = load_segment(record), int32(me.warp)
         first_row, first_key = int32(warp % row_teams * FRAG_ROWS), int32(warp // row_teams * team_keys)
@@ -60,8 +60,8 @@ def make_walk(spec, geometry, ring):
             first_checked = int32(whole // keys_per_tile + 1)  # Python's division: 0 or less if no tile is whole
 
         indices = cuda.local.array(copy_passes, uint32)
-        fill(me, args, shared, record, first_tile, end_tile, slot, parity, indices)
-        next_indices(me, args, record, int32(first_tile + stages), indices)
+        fill(me, args, shared, record, first_tile, end_tile, turn, indices)
+        next_indices(me, args, record, int32(first_tile + (stages - 1)), indices)
         queries = cuda.local.array(num_queries, uint32)
         load_queries(me, args, shared, record, first_row, queries)
         fragments = cuda.local.array(num_fragments, uint32)
@@ -80,12 +80,12 @@ def make_walk(spec, geometry, ring):
         for r in range(ROWS_PER_LANE):
             maxima[r], sums[r] = NEG_INF, ZERO
 
-        tile, last_slot = first_tile, slot
+        tile, last_turn = first_tile, turn
         while tile <= end_tile:
             if tile < end_tile:
-                wait_full(shared, slot, parity)
+                wait_full(shared, turn)
             if has_rows:
-                keys, checked = uint32(shared + uint32(slot * slot_bytes)), tile > first_checked
+                keys, checked = tile_address(shared, turn), tile > first_checked
                 if tile > first_tile:
                     scale(me, args, record, first_row, int32((tile - 1) * keys_per_tile + first_key), checked, own)
                 # In between the products: what takes long, and is needed only later, of the weights.
@@ -102,22 +102,21 @@ def make_walk(spec, geometry, ring):
                 if cuda.any_sync(uint32(FULL_WARP), raised):
                     rescale(o, factors)
                 if tile > first_tile:
-                    values = uint32(shared + uint32(last_slot * slot_bytes + v_offset))
+                    values = tile_address(shared, last_turn) + uint32(v_offset)
                     if checked:
                         multiply_checked_values(me, shared, uint32(0), values, p, o)
                     else:
                         multiply_values(me, shared, uint32(0), values, p, o)
             if tile > first_tile:
-                release(me, shared, last_slot)
-            if tile > first_tile + 1 and tile + (stages - 2) < end_tile:
+                release(me, shared, last_turn)
+            if tile > first_tile and tile + (stages - 2) < end_tile:
                 # Into the slot of the tile before the last one, which all warps have left by now.
-                free_slot, free_parity = slot_before(slot, parity)
-                free_slot, free_parity = slot_before(free_slot, free_parity)
-                fetch(me, args, shared, record, int32(tile + stages - 2), indices, free_slot, free_parity)
+                free = turn_before(turn_before(turn))
+                fetch(me, args, shared, record, int32(tile + stages - 2), indices, free)
                 next_indices(me, args, record, int32(tile + stages - 1), indices)
-            last_slot = slot
+            last_turn = turn
             if tile < end_tile:
-                slot, parity = next_slot(slot, parity)
+                turn = next_turn(turn)
             tile = int32(tile + 1)
 
         leave_states(me, shared, maxima, sums)
@@ -132,6 +131,6 @@ def make_walk(spec, geometry, ring):
             write_outputs(me, args, shared, record, o)
         if key_teams > 1:
             cuda.syncthreads()  # outputs have been read: the next segment may fill the ring
-        return slot, parity
+        return turn
 
     return walk_segment
