@@ -34,7 +34,9 @@ MAX_STAGES = 8
 MIN_STAGES = 3  # two tiles in use, one on its way
 ONE_WARP_MAX_DIM = 256  # accumulators of 16 rows x 256 columns: 128 registers
 TABLE_RESERVE = 1024  # bytes kept free for the work table, so that the tile does not depend on max_requests below 63
-OTHER_REGISTERS = 44  # fragments in flight, addresses, row states: what is left of 255 after the arrays
+# Registers beside a warp's large arrays: fragments in flight, addresses, row states.  Found by compiling: less spills.
+TEAM_REGISTERS = 60
+ROLE_REGISTERS = 80
 
 
 @dataclass(frozen=True)
@@ -402,7 +404,8 @@ def query_steps_in_registers(tiles: MmaGeometry) -> int:
     scores = 2 * 4 * tiles.key_frags  # of this tile and the last one
     outputs = 0 if tiles.has_roles else 4 * tiles.value_frags
     registers = 255 if tiles.warps <= MAX_WARPS else 168
-    return max(0, min(tiles.query_steps, (registers - scores - outputs - OTHER_REGISTERS) // 4))
+    others = ROLE_REGISTERS if tiles.has_roles else TEAM_REGISTERS
+    return max(0, min(tiles.query_steps, (registers - scores - outputs - others) // 4))
 
 
 def most_stages(tiles: MmaGeometry, shared_bytes: int) -> int:

@@ -22,7 +22,7 @@ from nbverify.kernels.geometry import FULL_WARP
 from nbverify.kernels.scores import FRAG_BYTES, make_multiply
 from nbverify.kernels.softmax import ZERO
 
-AHEAD = 0  # operands on their way from shared memory: see scores.py; there is no register for more
+AHEAD = 1  # operands on their way from shared memory: see scores.py; there is no register for more
 INF = float32(math.inf)
 LOW, HIGH = 0x0000FFFF, 0xFFFF0000
 # Of the low half: exponent bits, which are all set in infinities and NaN; the number 1.
