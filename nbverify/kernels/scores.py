@@ -8,7 +8,7 @@ with g = lane // 4 and t = lane % 4: what mma gives, sorted by row.
 """
 
 import numpy as np
-from numba import cuda, int32, uint32, uint64
+from numba import cuda, int32, int64, uint32, uint64
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
@@ -16,7 +16,6 @@ from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import ZERO
 from nbverify.kernels.tiles import FRAG_ROWS
 
-AHEAD = 1
 NONE_PENDING = 0
 FRAG_BYTES = 16 * WARP  # four 32-bit registers of each lane
 
@@ -31,16 +30,18 @@ def make_load_queries(spec, geometry):
 
     ``first_row`` is the fragment's first row in the row unit.  The first steps go straight to ``queries``: each lane takes
     the words that the mma wants of it.  The rest, for which there is no register, goes to shared memory as rows.
-    A row past the end reads the last row: it is computed and not written.
+    A row past the end reads some other row: it is computed and not written.
     """
-    steps, kept, rest = geometry.query_steps, geometry.query_steps_kept, geometry.query_rest
+    kept, rest = geometry.query_steps_kept, geometry.query_rest
     group, queries_offset, pitch = spec.group, geometry.queries_offset, geometry.queries_pitch
 
     @cuda.jit(device=True, forceinline=True)
     def row_start(args, segment, row):
         """Where a query row starts, in elements."""
         request = segment.request
-        head_row = min(segment.first_row + row, request.num_nodes * group - 1)
+        head_row, num_rows = segment.first_row + row, request.num_nodes * group
+        if head_row >= num_rows:  # not all the same row: many blocks would ask one place in L2 for it
+            head_row = segment.first_row + row % max(int64(1), num_rows - segment.first_row)
         token, head = request.token_start + head_row // group, segment.kv_head * group + head_row % group
         return token * args.q_stride_token + head * args.q_stride_head
 
@@ -86,20 +87,20 @@ def make_multiply_keys(spec, geometry):
 
     ``tile`` is the address of the tile's K rows.  A call that begins with step 0 starts the sums anew.
     """
-    steps, kept, rest = geometry.query_steps, geometry.query_steps_kept, geometry.query_rest
+    steps, kept = geometry.query_steps, geometry.query_steps_kept
     key_frags, team_keys, row_teams, has_roles = (
         geometry.key_frags, geometry.team_keys, geometry.row_teams, geometry.has_roles,
     )  # fmt: skip
     k_pitch, queries_offset, queries_pitch = geometry.k_pitch, geometry.queries_offset, geometry.queries_pitch
     row_stride, key_pairs = 2 * key_frags, key_frags // 2
-    step_registers = step_registers_of(geometry)
+    step_registers, ahead = step_registers_of(geometry), geometry.steps_ahead
     multiply = make_multiply(spec.dtype)
 
     @cuda.jit(device=True, forceinline=True)
     def load_step(keys, mine, k, fragments):
         """Operands of step ``k``: keys, and queries if they have no register of their own."""
         ptx.unroll_loops()
-        here = k % (AHEAD + 1) * step_registers
+        here = k % (ahead + 1) * step_registers
         for pair in range(key_pairs):
             x = ptx.ldmatrix_x4(keys + uint32(pair * 16 * k_pitch + k * 32))
             at = here + 4 * pair
@@ -124,12 +125,12 @@ def make_multiply_keys(spec, geometry):
         if begin == 0:
             for i in range(2 * row_stride):
                 s[i] = ZERO
-            for k in range(min(AHEAD, steps)):
+            for k in range(min(ahead, steps)):
                 load_step(keys, mine, k, fragments)
         for k in range(begin, end):
-            if k + AHEAD < steps:
-                load_step(keys, mine, k + AHEAD, fragments)
-            here = k % (AHEAD + 1) * step_registers
+            if k + ahead < steps:
+                load_step(keys, mine, k + ahead, fragments)
+            here = k % (ahead + 1) * step_registers
             if k < kept:
                 a = (queries[4 * k], queries[4 * k + 1], queries[4 * k + 2], queries[4 * k + 3])
             else:

@@ -35,7 +35,7 @@ MIN_STAGES = 3  # two tiles in use, one on its way
 ONE_WARP_MAX_DIM = 256  # accumulators of 16 rows x 256 columns: 128 registers
 TABLE_RESERVE = 1024  # bytes kept free for the work table, so that the tile does not depend on max_requests below 63
 # Registers beside a warp's large arrays: fragments in flight, addresses, row states.  Found by compiling: less spills.
-TEAM_REGISTERS = 60
+TEAM_REGISTERS = 64
 ROLE_REGISTERS = 80
 
 
@@ -150,6 +150,15 @@ class MmaGeometry:
         return self.copied_rows * self.copy_lanes // WARP
 
     # --- mma counts of one warp and tile
+
+    @property
+    def steps_ahead(self) -> int:
+        """How many mma steps before its use an operand is requested from shared memory.
+
+        Left to itself the assembler keeps one load on the way and lets each mma wait for it; but where registers are
+        short (teams keep queries and outputs in one warp) it does better alone.
+        """
+        return 1 if self.has_roles else 0
 
     @property
     def query_steps(self) -> int:

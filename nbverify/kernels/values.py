@@ -22,7 +22,6 @@ from nbverify.kernels.geometry import FULL_WARP
 from nbverify.kernels.scores import FRAG_BYTES, make_multiply
 from nbverify.kernels.softmax import ZERO
 
-AHEAD = 1  # operands on their way from shared memory: see scores.py; there is no register for more
 INF = float32(math.inf)
 LOW, HIGH = 0x0000FFFF, 0xFFFF0000
 # Of the low half: exponent bits, which are all set in infinities and NaN; the number 1.
@@ -57,7 +56,8 @@ def make_multiply_values(spec, geometry, *, checked):
     v_pitch, weights_offset, weights_bytes = geometry.v_pitch, geometry.weights_offset, geometry.weights_bytes
     has_roles, separate_v = geometry.has_roles, geometry.separate_v
     key_steps, column_pairs, num_registers = team_keys // 16, value_frags // 2, 4 * row_frags
-    num_fragments = 4 * (AHEAD + 1)
+    ahead = geometry.steps_ahead
+    num_fragments = 4 * (ahead + 1)
     multiply = make_multiply(spec.dtype)
     without_non_finite = _make_without_non_finite(spec.dtype)
     add_non_finite = _make_add_non_finite(spec.dtype, row_frags, value_frags)
@@ -82,7 +82,7 @@ def make_multiply_values(spec, geometry, *, checked):
     def load_piece(values, i, fragments):
         """Operand of 16 keys x 16 columns, number ``i`` of the tile."""
         x = ptx.ldmatrix_x4_trans(values + uint32(i // column_pairs * 16 * v_pitch + i % column_pairs * 32))
-        at = i % (AHEAD + 1) * 4
+        at = i % (ahead + 1) * 4
         fragments[at], fragments[at + 1], fragments[at + 2], fragments[at + 3] = x[0], x[1], x[2], x[3]
 
     @cuda.jit(device=True, forceinline=True)
@@ -97,14 +97,14 @@ def make_multiply_values(spec, geometry, *, checked):
             key = uint32(key + warp // uint32(row_teams) * uint32(team_keys))
         values = uint32(tile + key * uint32(v_pitch) + column)
         a, fragments = cuda.local.array(num_registers, uint32), cuda.local.array(num_fragments, uint32)
-        for i in range(min(AHEAD, key_steps * column_pairs)):
+        for i in range(min(ahead, key_steps * column_pairs)):
             load_piece(values, i, fragments)
         for i in range(key_steps * column_pairs):
-            step, pair, here = i // column_pairs, i % column_pairs, i % (AHEAD + 1) * 4
+            step, pair, here = i // column_pairs, i % column_pairs, i % (ahead + 1) * 4
             if pair == 0:
                 load_weights(me, shared, parity, step, p, a)
-            if i + AHEAD < key_steps * column_pairs:
-                load_piece(values, i + AHEAD, fragments)
+            if i + ahead < key_steps * column_pairs:
+                load_piece(values, i + ahead, fragments)
             b = (fragments[here], fragments[here + 1], fragments[here + 2], fragments[here + 3])
             if checked:
                 clean = (

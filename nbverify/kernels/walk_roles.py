@@ -25,13 +25,13 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.outputs import make_outputs
-from nbverify.kernels.scores import AHEAD, make_load_queries, make_multiply_keys, step_registers_of
+from nbverify.kernels.scores import make_load_queries, make_multiply_keys, step_registers_of
 from nbverify.kernels.segments import PREFIX_INDICES, load_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
 from nbverify.kernels.threads import Place
 from nbverify.kernels.tiles import FRAG_ROWS
 from nbverify.kernels.values import make_multiply_values
-from nbverify.kernels.weights import ROWS_PER_LANE, make_publish_weights, make_rescale_by_flags, make_weigh
+from nbverify.kernels.weights import ONE, ROWS_PER_LANE, make_publish_weights, make_rescale_by_flags, make_weigh
 
 READY, DONE = 1, 3  # named barriers, one for each parity
 
@@ -51,16 +51,15 @@ def make_walk(spec, geometry, ring):
 
 
 def _make_walk_scores(spec, geometry, ring):
-    slot_bytes, keys_per_tile, threads = geometry.slot_bytes, geometry.keys_per_tile, geometry.threads
+    keys_per_tile, threads = geometry.keys_per_tile, geometry.threads
     query_steps, num_queries = geometry.query_steps, max(1, 4 * geometry.query_steps_kept)
-    num_fragments = (AHEAD + 1) * step_registers_of(geometry)
+    num_fragments = (geometry.steps_ahead + 1) * step_registers_of(geometry)
     first_part, second_part = query_steps // 3, 2 * query_steps // 3
     num_scores, num_weights, group = 4 * geometry.key_frags, 2 * geometry.key_frags, spec.group
     always_checked = spec.score_mod is not None or not spec.prefix_visible
     wait_full, next_turn, load_index_of = ring.wait_full, ring.next_turn, ring.load_index_of
     tile_address = ring.tile_address
     stages, indices_offset = geometry.stages, geometry.indices_offset
-    indexed_keys = -(-keys_per_tile // geometry.row_frags)  # whose indices a score warp looks up
     load_queries, multiply_keys = make_load_queries(spec, geometry), make_multiply_keys(spec, geometry)
     scale, find_largest, weigh = make_weigh(spec, geometry)
     publish_weights = make_publish_weights(geometry)
@@ -70,13 +69,12 @@ def _make_walk_scores(spec, geometry, ring):
     def walk_scores(me, args, shared, record, turn):
         ptx.unroll_loops()
         segment, first_row = load_segment(record), int32(me.warp) * int32(FRAG_ROWS)
-        has_rows = segment.first_row + first_row < segment.request.num_nodes * group
         first_tile, end_tile = int32(segment.first_tile), int32(segment.end_tile)
         first_checked = int32(0)  # tiles from here on hide keys from some row, or may do so
         if not always_checked:
             first_checked = int32(int32(segment.request.prefix_len) // keys_per_tile)
 
-        my_key = int32(min(int32(me.warp) * indexed_keys + int32(me.lane), keys_per_tile - 1))
+        my_key = min(int32(me.lane), int32(keys_per_tile - 1))
         my_index = uint32(shared + uint32(indices_offset + 4 * my_key))
         # Where that index stands while all keys of its tile are in the prefix.
         index_address = uint64(record[PREFIX_INDICES]) + uint64(
@@ -101,7 +99,7 @@ def _make_walk_scores(spec, geometry, ring):
             if tile < end_tile:
                 wait_full(shared, turn)
             keys = tile_address(shared, turn)
-            if tile > first_tile and has_rows:
+            if tile > first_tile:
                 checked = tile > first_checked
                 scale(me, args, record, first_row, int32((tile - 1) * keys_per_tile), checked, own)
             # In between the products: what takes long, and is needed only later, of the weights.
@@ -115,11 +113,10 @@ def _make_walk_scores(spec, geometry, ring):
                 if tile > first_tile + 2:
                     ptx.barrier_sync(uint32(DONE) + flip, uint32(threads))
                 publish_weights(me, shared, flip, raised, factors, p)
-                if me.lane < uint32(indexed_keys):
+                if me.warp == uint32(0):
                     ptx.store_shared_u32(my_index + flip * uint32(4 * keys_per_tile), index)
                 ptx.barrier_arrive(uint32(READY) + flip, uint32(threads))
-            index = uint32(0)
-            if tile + (stages - 1) < end_tile:
+            if me.warp == uint32(0) and tile + (stages - 1) < end_tile:
                 if tile + stages <= first_checked:
                     index = ptx.load_global_u32(index_address)
                 else:
@@ -133,19 +130,56 @@ def _make_walk_scores(spec, geometry, ring):
                 turn = next_turn(turn)
             tile = int32(tile + 1)
 
-        tile = max(int32(end_tile - 2), first_tile)
-        while tile < end_tile:
-            ptx.barrier_sync(uint32(DONE) + (uint32(end_tile - tile) & uint32(1)), uint32(threads))
-            tile = int32(tile + 1)
+        wait_for_readers(int32(end_tile - first_tile))
         leave_states(me, shared, maxima, sums)
         cuda.syncthreads()  # publishes the states to the value warps
         return turn
 
-    return walk_scores
+    @cuda.jit(device=True, forceinline=True)
+    def wait_for_readers(tiles):
+        """Until P of the last two tiles has been read."""
+        left = min(tiles, int32(2))
+        while left > 0:
+            ptx.barrier_sync(uint32(DONE) + (uint32(left) & uint32(1)), uint32(threads))
+            left = int32(left - 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def walk_nothing(me, shared, record, turn):
+        """A fragment without rows, in the last tile of a request: its P is 0, and it meets the barriers."""
+        ptx.unroll_loops()
+        segment = load_segment(record)
+        left = int32(int32(segment.end_tile) - int32(segment.first_tile))
+        p, factors = cuda.local.array(num_weights, uint32), cuda.local.array(ROWS_PER_LANE, float32)
+        for i in range(num_weights):
+            p[i] = uint32(0)
+        for r in range(ROWS_PER_LANE):
+            factors[r] = ONE
+        publish_weights(me, shared, uint32(0), False, factors, p)
+        publish_weights(me, shared, uint32(1), False, factors, p)
+        tiles = left
+        while left > 0:
+            flip = uint32(left) & uint32(1)
+            if left < tiles - 1:
+                ptx.barrier_sync(uint32(DONE) + flip, uint32(threads))
+            ptx.barrier_arrive(uint32(READY) + flip, uint32(threads))
+            turn = next_turn(turn)
+            left = int32(left - 1)
+        wait_for_readers(tiles)
+        cuda.syncthreads()  # the others publish states here
+        return turn
+
+    @cuda.jit(device=True, forceinline=True)
+    def walk_fragment(me, args, shared, record, turn):
+        segment = load_segment(record)
+        if segment.first_row + int32(me.warp) * FRAG_ROWS < segment.request.num_nodes * group:
+            return walk_scores(me, args, shared, record, turn)
+        return walk_nothing(me, shared, record, turn)
+
+    return walk_fragment
 
 
 def _make_walk_values(spec, geometry, ring):
-    stages, slot_bytes, v_offset, threads = geometry.stages, geometry.slot_bytes, geometry.v_offset, geometry.threads
+    stages, v_offset, threads = geometry.stages, geometry.v_offset, geometry.threads
     keys_per_tile, copy_passes = geometry.keys_per_tile, geometry.copy_passes
     num_outputs = 4 * geometry.row_frags * geometry.value_frags
     always_checked = spec.score_mod is not None or not spec.prefix_visible

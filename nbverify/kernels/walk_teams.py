@@ -18,7 +18,7 @@ from numba import cuda, float32, int32, uint32
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import FULL_WARP
 from nbverify.kernels.outputs import make_outputs
-from nbverify.kernels.scores import AHEAD, make_load_queries, make_multiply_keys, step_registers_of
+from nbverify.kernels.scores import make_load_queries, make_multiply_keys, step_registers_of
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
 from nbverify.kernels.tiles import FRAG_ROWS
@@ -28,11 +28,11 @@ from nbverify.kernels.weights import ROWS_PER_LANE, make_weigh
 
 def make_walk(spec, geometry, ring):
     """``walk_segment(me, args, shared, record, turn)``, from turn ``turn`` of the ring; returns its turn then."""
-    stages, slot_bytes, v_offset = geometry.stages, geometry.slot_bytes, geometry.v_offset
+    stages, v_offset = geometry.stages, geometry.v_offset
     row_teams, key_teams = geometry.row_teams, geometry.key_teams
     team_keys, keys_per_tile = geometry.team_keys, geometry.keys_per_tile
     query_steps, num_queries = geometry.query_steps, max(1, 4 * geometry.query_steps_kept)
-    num_fragments = (AHEAD + 1) * step_registers_of(geometry)
+    num_fragments = (geometry.steps_ahead + 1) * step_registers_of(geometry)
     first_part, second_part = query_steps // 3, 2 * query_steps // 3
     num_scores, num_weights = 4 * geometry.key_frags, 2 * geometry.key_frags
     num_outputs, copy_passes, group = 4 * geometry.value_frags, geometry.copy_passes, spec.group
