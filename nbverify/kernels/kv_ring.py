@@ -12,9 +12,9 @@ No row is read before it is there, none is overwritten while anybody may still r
 tile that its fetch must find released is one that it has released already, and the others can release it, since its
 rows and those of all earlier tiles were requested before.
 
-Where the ring stands is one number, the *turn*: 2 * slot + parity of how often the slot was used before.  Full of a turn
-is waited for with its parity; who fetches into a slot waits for empty of the turn before, whose parity is the other one,
-and on a fresh mbarrier that passes.
+Where the ring stands is one number, the *turn*: 2 * slot + parity of how often the slot was used before.  Full of a
+turn is waited for with its parity; who fetches into a slot waits for empty of the turn before, whose parity is the
+other one, and on a fresh mbarrier that passes.
 
 Rows past the end of a request are not fetched: what their place holds is hidden by the mask, and values.py lets no
 NaN of it through.
@@ -57,8 +57,8 @@ def make_ring(spec, geometry):
     keys_per_tile, copied_rows, passes = geometry.keys_per_tile, geometry.copied_rows, geometry.copy_passes
     lanes = geometry.copy_lanes
     k_steps, v_steps = geometry.k_row_bytes // (CHUNK_BYTES * lanes), geometry.v_row_bytes // (CHUNK_BYTES * lanes)
-    k_pitch, v_pitch = geometry.ring_k_pitch, geometry.ring_v_pitch
-    slot_bytes, v_offset = geometry.slot_bytes, geometry.ring_v_offset
+    k_pitch, v_pitch = geometry.k_pitch, geometry.v_pitch
+    slot_bytes, v_offset = geometry.slot_bytes, geometry.v_offset
     full_offset = geometry.barriers_offset
     empty_offset = full_offset + BARRIER_BYTES * stages
     separate_v, has_heads = geometry.separate_v, spec.num_kv_heads > 1

@@ -15,7 +15,7 @@ STATE_BYTES = 8
 
 
 def make_outputs(spec, geometry):
-    """``leave_states(me, shared, maxima, sums)`` and ``write_outputs(me, args, shared, record, o)``, for a segment's end.
+    """For a segment's end: ``leave_states(me, shared, maxima, sums)``, ``write_outputs(me, args, shared, record, o)``.
 
     The states (m, l) of all rows meet in shared memory; the block's barriers stand outside, in the walks.  Teams that
     share rows leave their outputs in the ring, which is empty then, and the first of them adds them up, in the order of

@@ -1,10 +1,10 @@
 """Scores of a tile: S = Q K^T on tensor cores.
 
-A warp holds the queries of a row fragment as mma operands and reads the keys from shared memory, 16 keys x 16 columns an
-ldmatrix.
+A warp holds the queries of a row fragment as mma operands and reads the keys from shared memory, 16 keys x 16 columns
+an ldmatrix.
 
-Layout of scores in a lane: ``s[(r * key_frags + j) * 2 + i]`` is row ``8 r + g`` of the fragment, key ``8 j + 2 t + i``,
-with g = lane // 4 and t = lane % 4: what mma gives, sorted by row.
+Layout of scores in a lane: ``s[(r * key_frags + j) * 2 + i]`` is row ``8 r + g`` of the fragment, key
+``8 j + 2 t + i``, with g = lane // 4 and t = lane % 4: what mma gives, sorted by row.
 """
 
 import numpy as np
@@ -28,8 +28,8 @@ def make_multiply(dtype):
 def make_load_queries(spec, geometry):
     """``load_queries(me, args, shared, record, first_row, queries)``: a row fragment, once a segment.
 
-    ``first_row`` is the fragment's first row in the row unit.  The first steps go straight to ``queries``: each lane takes
-    the words that the mma wants of it.  The rest, for which there is no register, goes to shared memory as rows.
+    ``first_row`` is the fragment's first row in the row unit.  The first steps go straight to ``queries``: each lane
+    takes the words that the mma wants of it.  The rest, for which there is no register, goes to shared memory as rows.
     A row past the end reads some other row: it is computed and not written.
     """
     kept, rest = geometry.query_steps_kept, geometry.query_rest

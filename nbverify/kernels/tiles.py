@@ -45,7 +45,6 @@ class DeviceLimits:
 
     shared_bytes: int  # that a block may use (opt-in)
     can_suspend: bool  # a thread that waits at an mbarrier: compute capability 9.0 and up
-    native_fp8: bool  # cvt from e4m3: 8.9 and up
 
 
 # Opt-in shared memory of a block by compute capability (CUDA C++ Programming Guide, "Technical Specifications").
@@ -60,7 +59,7 @@ def limits_of(cc: tuple[int, int], shared_bytes: int | None = None) -> DeviceLim
     """Limits of a compute capability; ``shared_bytes`` where a device or a user says it."""
     if shared_bytes is None:
         shared_bytes = SHARED_BYTES.get(cc, SMALLEST_SHARED_BYTES)
-    return DeviceLimits(shared_bytes, can_suspend=cc >= (9, 0), native_fp8=cc >= (8, 9))
+    return DeviceLimits(shared_bytes, can_suspend=cc >= (9, 0))
 
 
 @dataclass(frozen=True)
@@ -68,14 +67,13 @@ class MmaGeometry:
     """Constants of one tensor-core kernel.  Offsets into shared memory are in bytes; regions in this order:
 
         ring        [stages] of a key tile: K rows, then V rows if they are apart; rows padded by 16 bytes
-        wide        [2] the same in 16 bits, fp8 caches only
         weights     [2, team_keys / 16, row_frags, lanes, 4]  P as mma fragments, 32-bit pairs (roles)
         factors     [2, rows_per_tile]  float32, rescaling of a row's output by the last tile (roles)
         flags       [2, 4]  uint32, one a score warp: some factor is not 1 (roles)
         indices     [2, keys_per_tile]  uint32, of a tile to be fetched (roles)
         states      [key_teams, rows_per_tile, 2]  float32, (m, l) of a finished row
         queries     [score warps, 16]  query rows, padded, but for the columns that are kept in registers
-        barriers    [2 stages (+ 4)]  8 bytes each
+        barriers    [2 stages]  8 bytes each
         segments    [2, SEGMENT_FIELDS]  int64, this segment and the last one (kernels/segments.py)
         table       [2, max_requests + 1]  int64, see kernels/schedule.py
 
@@ -85,7 +83,6 @@ class MmaGeometry:
     head_dim_qk: int
     head_dim_v: int
     shared_kv: bool
-    kv_itemsize: int
     row_frags: int  # teams: 1
     value_warps: int  # teams: 0
     row_teams: int  # roles: 1
@@ -94,7 +91,6 @@ class MmaGeometry:
     stages: int
     query_steps_kept: int
     can_suspend: bool
-    native_fp8: bool
 
     # --- warps
 
@@ -193,72 +189,39 @@ class MmaGeometry:
         return not self.shared_kv
 
     @property
-    def is_fp8(self) -> bool:
-        """The ring holds bytes, which are widened."""
-        return self.kv_itemsize == 1
-
-    @property
     def k_row_bytes(self) -> int:
         """Of a row in the pool."""
-        return self.head_dim_qk * self.kv_itemsize
+        return 2 * self.head_dim_qk
 
     @property
     def v_row_bytes(self) -> int:
         """Of a row in the V pool; 0 if V is part of K."""
-        return self.head_dim_v * self.kv_itemsize if self.separate_v else 0
+        return 2 * self.head_dim_v if self.separate_v else 0
 
     @property
-    def ring_k_pitch(self) -> int:
+    def k_pitch(self) -> int:
         """Distance of K rows in the ring."""
         return self.k_row_bytes + SHARED_PAD
 
     @property
-    def ring_v_pitch(self) -> int:
-        """Distance of V rows in the ring."""
-        return self.v_row_bytes + SHARED_PAD if self.separate_v else self.ring_k_pitch
-
-    @property
-    def k_pitch(self) -> int:
-        """Distance of 16-bit K rows, those that are multiplied."""
-        return 2 * self.head_dim_qk + SHARED_PAD
-
-    @property
     def v_pitch(self) -> int:
-        """Distance of 16-bit V rows."""
-        return 2 * self.head_dim_v + SHARED_PAD if self.separate_v else self.k_pitch
-
-    def _tile_bytes(self, k_pitch: int, v_pitch: int) -> int:
-        return self.keys_per_tile * (k_pitch + (v_pitch if self.separate_v else 0))
+        """Distance of V rows in the ring."""
+        return self.v_row_bytes + SHARED_PAD if self.separate_v else self.k_pitch
 
     @property
     def slot_bytes(self) -> int:
         """A tile in the ring."""
-        return self._tile_bytes(self.ring_k_pitch, self.ring_v_pitch)
-
-    @property
-    def ring_v_offset(self) -> int:
-        """First V row of a ring slot."""
-        return self.keys_per_tile * self.ring_k_pitch if self.separate_v else 0
+        return self.keys_per_tile * (self.k_pitch + (self.v_pitch if self.separate_v else 0))
 
     @property
     def v_offset(self) -> int:
-        """First 16-bit V row of a tile."""
+        """First V row of a tile."""
         return self.keys_per_tile * self.k_pitch if self.separate_v else 0
-
-    @property
-    def wide_bytes(self) -> int:
-        """A tile in 16 bits."""
-        return self._tile_bytes(self.k_pitch, self.v_pitch)
-
-    @property
-    def wide_offset(self) -> int:
-        """First byte of the widened tiles."""
-        return self.stages * self.slot_bytes
 
     @property
     def weights_offset(self) -> int:
         """First byte of P."""
-        return self.wide_offset + (2 * self.wide_bytes if self.is_fp8 else 0)
+        return self.stages * self.slot_bytes
 
     @property
     def weights_bytes(self) -> int:
@@ -307,13 +270,13 @@ class MmaGeometry:
 
     @property
     def barriers_offset(self) -> int:
-        """First mbarrier: full[stages], empty[stages], then full and empty of the widened tiles."""
+        """First mbarrier: full[stages], empty[stages]."""
         return self.queries_offset + self.score_warps * FRAG_ROWS * self.queries_pitch
 
     @property
     def num_barriers(self) -> int:
         """mbarriers of a block."""
-        return 2 * self.stages + (4 if self.is_fp8 else 0)
+        return 2 * self.stages
 
     @property
     def segments_offset(self) -> int:
@@ -364,8 +327,10 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
     Stages
         All that fit.  Two tiles are in use at a time, the others are on their way.
 
-    Raises ArgumentError for widths that neither serves.
+    Raises ArgumentError for widths that neither serves, and for fp8 caches.
     """
+    if spec.is_fp8:
+        raise ArgumentError("kernel", "'simt' with an fp8 cache: 'mma' does not read one yet", repr(spec.kernel))
     frags = -(-spec.max_nodes * spec.group // FRAG_ROWS)
     if max(spec.head_dim_qk, spec.head_dim_v) <= ONE_WARP_MAX_DIM:
         most = MAX_LEAN_WARPS if spec.head_dim_v // 2 + spec.head_dim_qk // 4 <= 96 else MAX_WARPS
@@ -389,7 +354,6 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
             head_dim_qk=spec.head_dim_qk,
             head_dim_v=spec.head_dim_v,
             shared_kv=spec.shared_kv,
-            kv_itemsize=1 if spec.is_fp8 else 2,
             row_frags=row_frags,
             value_warps=value_warps,
             row_teams=row_teams,
@@ -398,7 +362,6 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
             stages=MIN_STAGES,
             query_steps_kept=0,
             can_suspend=limits.can_suspend,
-            native_fp8=limits.native_fp8,
         )
         tiles = replace(tiles, query_steps_kept=query_steps_in_registers(tiles))
         stages = most_stages(tiles, limits.shared_bytes - max(TABLE_RESERVE, table_bytes(spec.max_requests)))

@@ -1,7 +1,7 @@
 """The output of a tile: O = O * factor + P V on tensor cores.
 
-A warp owns all rows of its team and a slice of the columns: ``o[(m * value_frags + j) * 4 + i]`` is the mma result of row
-fragment m and columns 8 j to 8 j + 7 of the slice (rows g and g + 8, columns 2 t and 2 t + 1).
+A warp owns rows and a slice of the columns (teams: all of them): ``o[(m * value_frags + j) * 4 + i]`` is the mma result
+of row fragment m and columns 8 j to 8 j + 7 of the slice (rows g and g + 8, columns 2 t and 2 t + 1).
 
 A weight of 0 must not let a value through, but 0 times NaN is NaN in an mma.  Where every row sees every key that does
 not matter: a NaN then belongs to all rows.  In a *checked* tile, where keys may be hidden (the draft part, and what

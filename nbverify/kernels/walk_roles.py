@@ -10,8 +10,8 @@ Who waits for whom, and why that is enough
     tile free          value warps release a tile and fetch the next one into its slot.  A score warp needs no say: it
                        has read all keys of a tile before it hands over that tile's P, which the value warp waits for
     READY[parity]      named barrier: score warps arrive when P of a tile is written, value warps wait for it
-    DONE[parity]       named barrier: value warps arrive when P, and what comes with it, is read, score warps wait for it before they
-                       write P of the next tile but one into the same place
+    DONE[parity]       named barrier: value warps arrive when P, and what comes with it, is read; score warps wait for it
+                       before they write P of the next tile but one into the same place
 Each is used again only when its last phase is over: a score warp arrives at READY of tile i + 2 after it waited at DONE
 of tile i, for which all value warps must have passed READY of tile i; a value warp arrives at DONE of tile i + 2 after
 READY of tile i + 2, for which all score warps must have passed DONE of tile i.  At the end of a segment the score warps
@@ -203,8 +203,8 @@ def _make_walk_values(spec, geometry, ring):
 
     @cuda.jit(device=True, forceinline=True)
     def walk_values(me, args, shared, record, turn):
-        # Outputs and operands take 152 of the 168 registers.  What else is live over a tile is kept few: ``left`` counts
-        # the tiles, the rest comes from the record, and addresses are made anew from the lane.
+        # Outputs and operands take 152 of the 168 registers.  What else is live over a tile is kept few: ``left``
+        # counts the tiles, the rest comes from the record, and addresses are made anew from the lane.
         ptx.unroll_loops()
         segment = load_segment(record)
         first_tile, end_tile = int32(segment.first_tile), int32(segment.end_tile)

@@ -1,7 +1,7 @@
 """A segment walked by teams: every warp makes scores, weights and outputs of its own rows and keys.
 
-Rounds     Round i multiplies the keys of tile i and makes weights and outputs of tile i - 1: two chains that do not wait
-           for each other, so that the tensor cores have work while exponents are taken.  A segment of n tiles takes
+Rounds     Round i multiplies the keys of tile i and makes weights and outputs of tile i - 1: two chains that do not
+           wait for each other, so that the tensor cores have work while exponents are taken.  A segment of n tiles takes
            n + 1 rounds; the first one's weights and the last one's products are empty.
 
 Who waits for whom, and why that is enough
@@ -89,16 +89,14 @@ def make_walk(spec, geometry, ring):
                 if tile > first_tile:
                     scale(me, args, record, first_row, int32((tile - 1) * keys_per_tile + first_key), checked, own)
                 # In between the products: what takes long, and is needed only later, of the weights.
-                if tile < end_tile:
-                    multiply_keys(me, shared, keys, queries, fragments, s, 0, first_part)
+                # After the last tile this multiplies what stands in the slot, and nobody looks at the result.
+                multiply_keys(me, shared, keys, queries, fragments, s, 0, first_part)
                 find_largest(own, largest)
-                if tile < end_tile:
-                    multiply_keys(me, shared, keys, queries, fragments, s, first_part, second_part)
+                multiply_keys(me, shared, keys, queries, fragments, s, first_part, second_part)
                 raised = weigh(own, largest, maxima, sums, factors, p)
-                if tile < end_tile:
-                    multiply_keys(me, shared, keys, queries, fragments, s, second_part, query_steps)
-                    for i in range(num_scores):
-                        own[i] = s[i]
+                multiply_keys(me, shared, keys, queries, fragments, s, second_part, query_steps)
+                for i in range(num_scores):
+                    own[i] = s[i]
                 if cuda.any_sync(uint32(FULL_WARP), raised):
                     rescale(o, factors)
                 if tile > first_tile:

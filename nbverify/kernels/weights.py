@@ -1,8 +1,8 @@
 """From scores to weights: mask, running maximum, P = 2^(s - m), and how P reaches the warps that multiply V.
 
 The maximum is raised lazily: while a row's scores stay within 2^8 of what its exponents are taken against, nothing is
-rescaled.  Each row decides for itself (its factor is exactly 1 otherwise); a vote only skips the work when no row of the
-team needs it.  So m is within 8 of the true running maximum, and not above it: any such m gives a valid state.
+rescaled.  Each row decides for itself (its factor is exactly 1 otherwise); a vote only skips the work when no row
+needs it.  So m is within 8 of the true running maximum, and not above it: any such m gives a valid state.
 
 P is rounded to the type of the mma; l adds the unrounded weights, each lane its own keys, and ``finish_row_sum`` adds
 the four lanes of a row at the end of a segment.
