@@ -17,7 +17,7 @@ from numba import cuda, float32, int32
 
 import nbverify as nv
 from nbverify import compile, contract
-from nbverify.compile import OVERRIDE, Target, compile_body, compile_spec, target_of
+from nbverify.compile import OVERRIDE, Target, compile_body, target_of
 from nbverify.errors import ArgumentError, CompileError
 
 ROOT = Path(__file__).parents[2]

@@ -6,6 +6,9 @@ import pytest
 pytest.register_assert_rewrite(
     *[
         f"support.{name}"
-        for name in ("basic", "batches", "debug_plans", "determinism", "devices", "probes", "recipes", "streams")
+        for name in (
+            "basic", "batches", "debug_plans", "determinism", "devices", "kernels", "merging", "probes", "recipes",
+            "streams", "tensor_core",
+        )  # fmt: skip
     ]
 )
