@@ -111,10 +111,9 @@ def test_sizes_that_do_not_change_the_tile_are_runtime_parameters(compiled):
 
 def test_another_geometry_is_another_kernel(compiled):
     """The same spec and target, but a device, or a user, that grants less shared memory."""
-    spec = replace(SPEC, kernel="mma", head_dim_qk=256, head_dim_v=256)
-    limits = limits_of((TARGET.major, TARGET.minor))
-    for shared_bytes in (limits.shared_bytes, limits.shared_bytes // 2):
-        geometry = geometry_of(spec, replace(limits, shared_bytes=shared_bytes))
+    spec = replace(SPEC, kernel="mma", head_dim_qk=64, head_dim_v=64, max_nodes=48)
+    for shared_bytes in (232_448, 101_376):
+        geometry = geometry_of(spec, limits_of((TARGET.major, TARGET.minor), shared_bytes))
         compile.compile_spec(spec, TARGET, geometry)
     assert len(compiled) == 2 * NUM_KERNELS
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels import geometry_for, parametrize_specs
 
 import nbverify as nv
 from nbverify.contract import capacity_elements
 from nbverify.kernels import geometry
 from nbverify.spec import KERNELS
-from support.kernels import geometry_for, parametrize_specs
 
 BUDGETS = (65_536, 101_376, 232_448)  # an older card, sm_120, sm_90
 SHAPES = {  # (head_dim_qk, head_dim_v, MLA)

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from numba import cuda, int64
+from support.kernels import geometry_for
 
 import nbverify as nv
 from nbverify import contract
 from nbverify.kernels import geometry as geo
 from nbverify.kernels import schedule
 from nbverify.spec import KERNELS
-from support.kernels import geometry_for
 
 WARP = 32
 MIN_CHUNK_TILES = geo.MIN_CHUNK_TILES

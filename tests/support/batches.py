@@ -238,16 +238,24 @@ def pad(rng: np.random.Generator, batch: Batch, prefix_len: int, num_nodes: int,
 
 
 def assert_close(batch: Batch, out: np.ndarray, lse: np.ndarray | None, *, rows=slice(None)) -> None:
-    """Every element against float64, NaN and infinities in exactly the same places.
+    """Every element against float64, NaN and infinities in exactly the same places."""
+    want_out, want_lse = batch.reference()
+    of_out, of_lse = allowed_error(batch, want_out, want_lse)
+    assert_within(np.asarray(out, np.float64)[rows], want_out[rows], of_out[rows], "out")
+    if lse is not None:
+        assert_within(np.asarray(lse, np.float64)[rows], want_lse[rows], of_lse[rows], "lse")
 
-    Bound of out.  The inputs are the same numbers, so what differs is float32 arithmetic and the final rounding.
+
+def allowed_error(batch: Batch, want_out: np.ndarray, want_lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How far out and lse may be from float64, element by element.
+
+    The inputs are the same numbers, so what differs is float32 arithmetic and the final rounding.
     A score is a sum of head_dim_qk products: relative to sum |q k| <= |q| |k|, its error is a few eps32 * sqrt(D)
     (random signs), which moves a weight by that times itself.  Then out, a convex combination of V, moves by at most
     2 * score_error * max |V|; the exponential, sum and division add some ulps; storing rounds by half an ulp of the
     16-bit type, of the value itself.  The tensor-core kernel also rounds its weights: see ``weight_rounding``.
     """
     spec = batch.spec
-    want_out, want_lse = batch.reference()
     eps32, half_ulp = np.finfo(np.float32).eps, HALF_ULP[spec.dtype]
     with np.errstate(invalid="ignore", over="ignore"):
         q = np.abs(np.asarray(batch.q, np.float64))
@@ -261,13 +269,11 @@ def assert_close(batch: Batch, out: np.ndarray, lse: np.ndarray | None, *, rows=
         score_error = 4 * eps32 * (1 + score_bound)
         # A float16 result below 2^-14 is subnormal: its absolute spacing is 2^-24.
         atol = (2 * score_error + 16 * eps32) * v_max + (2.0**-24 if spec.dtype == "float16" else 0)
-        allowed = atol + 1.01 * half_ulp * np.abs(want_out)
+        of_out = atol + 1.01 * half_ulp * np.abs(want_out)
+        of_lse = score_error + 8 * eps32 + 4 * eps32 * np.abs(want_lse)
         if spec.kernel == "mma":
-            allowed = allowed + weight_rounding(batch, want_out, want_lse, v_max)
-    assert_within(np.asarray(out, np.float64)[rows], want_out[rows], allowed[rows], "out")
-    if lse is not None:
-        allowed = score_error + 8 * eps32 + 4 * eps32 * np.abs(want_lse)
-        assert_within(np.asarray(lse, np.float64)[rows], want_lse[rows], allowed[rows], "lse")
+            of_out = of_out + weight_rounding(batch, want_out, want_lse, v_max)
+    return of_out, of_lse
 
 
 def weight_rounding(batch: Batch, want_out: np.ndarray, want_lse: np.ndarray, v_max: float) -> np.ndarray:

@@ -1,7 +1,7 @@
 """On which kernels a test runs: the one place that knows what each of them serves.
 
-    @parametrize_specs(SPECS)       a case for every spec and every kernel that serves it: ``name-mma``, ``name-simt``
-    @on_each_kernel(SPEC)           the same for one spec: ``mma``, ``simt``
+@parametrize_specs(SPECS)       a case for every spec and every kernel that serves it: ``name-mma``, ``name-simt``
+@on_each_kernel(SPEC)           the same for one spec: ``mma``, ``simt``
 """
 
 from __future__ import annotations
@@ -41,16 +41,18 @@ def on_kernels(spec: nv.VerifySpec) -> list[nv.VerifySpec]:
     return [replace(spec, kernel=kernel) for kernel in kernels_of(spec)]
 
 
-def parametrize_specs(specs: Mapping[str, nv.VerifySpec], *, slow: Collection[str] = ()) -> pytest.MarkDecorator:
+def parametrize_specs(
+    specs: Mapping[str, nv.VerifySpec], *, slow: Collection[str] = (), rare: Collection[str] = ()
+) -> pytest.MarkDecorator:
     """A parameter ``spec``: every spec on every kernel that serves it.
 
     ``slow``: names whose case on mma is left to ``make test-all`` and to the GPU (``"*"``: all of them), because the
-    emulator takes long and the other cases walk the same lines.  The plain kernel always runs.
+    emulator takes long and the other cases walk the same lines.  ``rare``: names that are left to them on any kernel.
     """
     cases = []
     for name, given in specs.items():
         for spec in on_kernels(given):
-            is_slow = spec.kernel == "mma" and (name in slow or "*" in slow)
+            is_slow = name in rare or (spec.kernel == "mma" and (name in slow or "*" in slow))
             marks = (pytest.mark.slow,) if is_slow else ()
             cases.append(pytest.param(spec, id=f"{name}-{spec.kernel}" if name else spec.kernel, marks=marks))
     return pytest.mark.parametrize("spec", cases)
