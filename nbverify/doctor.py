@@ -377,22 +377,23 @@ def check_simulator(facts: Facts) -> Finding:
 def check_presets(facts: Facts) -> list[Finding]:
     """Which presets fit a block's shared memory: on each GPU here, else on those of 8.0, 9.0 and 12.0."""
     if facts.gpus:
-        limits = [(f"fits GPU {gpu.ordinal}", gpu.shared_optin_bytes) for gpu in facts.gpus]
+        devices = [(f"fits GPU {gpu.ordinal}", gpu.cc, gpu.shared_optin_bytes) for gpu in facts.gpus]
     else:
-        limits = [(f"fits sm_{a}{b}", SM_LIMITS[a, b].shared_optin_bytes) for a, b in SHOWN_WITHOUT_GPU]
-    return [check_presets_fit(name, limit) for name, limit in limits]
+        devices = [(f"fits sm_{a}{b}", (a, b), SM_LIMITS[a, b].shared_optin_bytes) for a, b in SHOWN_WITHOUT_GPU]
+    return [check_presets_fit(*device) for device in devices]
 
 
-def check_presets_fit(name: str, limit_bytes: int) -> Finding:
-    """Which presets fit ``limit_bytes`` of shared memory."""
+def check_presets_fit(name: str, cc: tuple[int, int], limit_bytes: int) -> Finding:
+    """Which presets fit ``limit_bytes`` of shared memory, with the tiles chosen for such a device."""
     from nbverify import presets
     from nbverify.kernels import geometry as geo
+    from nbverify.kernels.tiles import geometry_of, limits_of
 
-    fits, too_large = [], []
+    fits, too_large, limits = [], [], limits_of(cc, limit_bytes)
     for preset in presets.PRESETS:
         spec = presets.preset(preset)
         try:
-            geo.check_shared_memory(spec, geo.simt_geometry(spec), limit_bytes)
+            geo.check_shared_memory(spec, geometry_of(spec, limits), limit_bytes)
             fits.append(preset)
         except ArgumentError as error:
             too_large.append(f"{preset} ({str(error).partition(', got ')[2].partition(':')[0]})")

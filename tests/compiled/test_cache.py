@@ -21,13 +21,21 @@ from numba import cuda, float32
 
 import nbverify as nv
 from nbverify import compile
-from nbverify.compile import CompiledKernel, Resources, Target, cache_directory, compile_spec, target_of
+from nbverify.compile import CompiledKernel, Resources, Target, cache_directory, target_of
+from nbverify.kernels.tiles import geometry_of, limits_of
+from nbverify.spec import KERNELS
 
 PACKAGE = Path(nv.__file__).parent
 LIMITS = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 64, "sm_scale": 0.25}
 SPEC = nv.VerifySpec.gqa(1, 1, 16, mask="none", reduction="two_launch", **LIMITS)
 TARGET = Target(12, 0, "a")
 NUM_KERNELS = 2
+
+
+def compile_spec(spec, target, **options):
+    """With the geometry of the target's own capability."""
+    geometry = geometry_of(spec, limits_of((target.major, target.minor)))
+    return compile.compile_spec(spec, target, geometry, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -91,13 +99,32 @@ def test_sizes_and_scales_are_runtime_parameters(compiled):
     assert len(compiled) == NUM_KERNELS
 
 
+def test_sizes_that_do_not_change_the_tile_are_runtime_parameters(compiled):
+    """mma: the rows of a tile follow from nodes x heads, so a kernel serves all sizes that fill the same tile."""
+    spec = replace(SPEC, kernel="mma", max_nodes=9)
+    compile_spec(spec, TARGET)
+    compile_spec(replace(spec, max_requests=7, max_nodes=16, max_kv_len=999, sm_scale=0.5), TARGET)
+    assert len(compiled) == NUM_KERNELS
+    compile_spec(replace(spec, max_nodes=17), TARGET)
+    assert len(compiled) == 2 * NUM_KERNELS
+
+
+def test_another_geometry_is_another_kernel(compiled):
+    """The same spec and target, but a device, or a user, that grants less shared memory."""
+    spec = replace(SPEC, kernel="mma", head_dim_qk=64, head_dim_v=64, max_nodes=48)
+    for shared_bytes in (232_448, 101_376):
+        geometry = geometry_of(spec, limits_of((TARGET.major, TARGET.minor), shared_bytes))
+        compile.compile_spec(spec, TARGET, geometry)
+    assert len(compiled) == 2 * NUM_KERNELS
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         *({"mask": layout} for layout in ("full", "tree", "packed", "causal")),
         *({"split": "fixed"}, {"reduction": "grid_sync"}, {"dtype": "float16", "kv_dtype": "float16"}),
         *({"kv_dtype": "float8_e4m3fn"}, {"head_dim_qk": 32}, {"head_dim_v": 32}, {"num_q_heads": 2}),
-        *({"shared_kv": True}, {"num_q_heads": 2, "num_kv_heads": 2}),
+        *({"shared_kv": True}, {"num_q_heads": 2, "num_kv_heads": 2}, {"kernel": "mma"}),
     ],
     ids=str,
 )
@@ -293,6 +320,7 @@ FAKE_COMPILER = """
 import sys, types
 from nbverify import VerifySpec, compile
 from nbverify.kernels import geometry
+from nbverify.kernels.tiles import geometry_of, limits_of
 
 def body_of(step):
     def body(args): pass
@@ -314,7 +342,7 @@ def compile_body(body, parameters, target, **options):
 
 compile.compile_body = compile_body
 spec = VerifySpec.gqa(1, 1, 16, max_requests=1, max_nodes=1, max_kv_len=1, sm_scale=1.0)
-compile.compile_spec(spec, compile.Target(12, 0, "a"))
+compile.compile_spec(spec, compile.Target(12, 0, "a"), geometry_of(spec, limits_of((12, 0))))
 assert compile.__file__.startswith(sys.argv[1]), compile.__file__
 print("compiled" if compiled else "hit")
 """
@@ -365,12 +393,14 @@ def test_an_edit_of_what_only_launches_does_not(copy_of_package):
     assert outcome(copy_of_package) == "hit"
 
 
-def test_the_sources_of_bodies_are_all_hashed():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_sources_of_bodies_are_all_hashed(kernel):
     """Every module of this package that kernels refer to is one whose edit compiles again (see above)."""
-    from nbverify.kernels import bodies, geometry
+    from nbverify.kernels import bodies
 
     hashed = {"contract", "compile", "spec", "findings"}
-    seen, queue = set(), list(bodies.make_bodies(SPEC, geometry.simt_geometry(SPEC), debug=True))
+    spec = replace(SPEC, kernel=kernel)
+    seen, queue = set(), list(bodies.make_bodies(spec, geometry_of(spec, limits_of((12, 0))), debug=True))
     while queue:
         function = queue.pop()
         function = getattr(function, "py_func", function)
@@ -547,10 +577,11 @@ REAL_COMPILER = """
 import json, sys
 from nbverify import VerifySpec
 from nbverify.compile import compile_spec, target_of
+from nbverify.kernels.tiles import geometry_of, limits_of
 
 spec = VerifySpec.gqa(1, 1, 16, mask="none", reduction="two_launch",
                       max_requests=4, max_nodes=8, max_kv_len=64, sm_scale=0.25)
-kernels = compile_spec(spec, target_of("12.0"))
+kernels = compile_spec(spec, target_of("12.0"), geometry_of(spec, limits_of((12, 0))))
 print(json.dumps({"numba": "numba" in sys.modules, "kernels": [[k.name, k.cubin.hex()] for k in kernels]}))
 """
 

@@ -3,6 +3,7 @@
 Compiled without a GPU.  ``make test`` takes one of each kind; the other combinations are marked slow.
 """
 
+import itertools
 import json
 import os
 import re
@@ -14,11 +15,13 @@ from pathlib import Path
 
 import pytest
 from numba import cuda, float32, int32
+from support.kernels import compile_for, geometry_for, on_each_kernel, on_kernels, parametrize_specs
 
 import nbverify as nv
 from nbverify import compile, contract
-from nbverify.compile import OVERRIDE, Target, compile_body, compile_spec, target_of
+from nbverify.compile import OVERRIDE, Target, compile_body, target_of
 from nbverify.errors import ArgumentError, CompileError
+from nbverify.kernels.geometry import steps
 
 ROOT = Path(__file__).parents[2]
 SLOPE = float32(0.0625)
@@ -50,6 +53,7 @@ IN_MAKE_TEST = {
     ("fp16 packed score_mod", "12.0"),
     ("two_launch debug", "9.0"),  # three kernels: check, verify_split, verify_merge
 }
+MMA_IN_MAKE_TEST = {("mla", "12.0"), ("gqa128", "9.0"), ("fp16 packed score_mod", "8.0")}
 NAMES = {
     False: ["nbverify_verify"],
     True: ["nbverify_check", "nbverify_verify_split", "nbverify_verify_merge"],
@@ -64,10 +68,10 @@ def own_cache(monkeypatch, tmp_path):
 
 
 def combinations():
-    for name in SPECS:
-        for cc in TARGETS:
-            marks = () if (name, cc) in IN_MAKE_TEST else (pytest.mark.slow,)
-            yield pytest.param(SPECS[name], cc, marks=marks, id=f"{name} {cc}")
+    for name, given in SPECS.items():
+        for spec, cc in itertools.product(on_kernels(given), TARGETS):
+            is_quick = (name, cc) in (MMA_IN_MAKE_TEST if spec.kernel == "mma" else IN_MAKE_TEST)
+            yield pytest.param(spec, cc, marks=() if is_quick else pytest.mark.slow, id=f"{name} {cc} {spec.kernel}")
 
 
 def machine_of(cubin):
@@ -105,15 +109,14 @@ def problems_of(kernel, target, step):
 @pytest.mark.timeout(300)  # seconds on an idle machine, a minute on a busy one
 @pytest.mark.parametrize("spec, cc", list(combinations()))
 def test_kernels(spec, cc):
-    from nbverify.kernels.geometry import simt_geometry, steps
-
     target = target_of(cc)
     debug = spec.reduction == "two_launch"
-    kernels = compile_spec(spec, target, debug=debug)
+    kernels = compile_for(spec, target, debug=debug)
+    geometry = geometry_for(spec, (target.major, target.minor))
     assert [k.name for k in kernels] == NAMES[debug]
     assert [k.cooperative for k in kernels] == [spec.reduction == "grid_sync"] * len(kernels)
     problems = []
-    for kernel, step in zip(kernels, steps(spec, simt_geometry(spec), debug=debug), strict=True):
+    for kernel, step in zip(kernels, steps(spec, geometry, debug=debug), strict=True):
         assert kernel.name == f"nbverify_{step.body}"
         problems += problems_of(kernel, target, step)
     assert not problems, "\n".join(problems)
@@ -135,10 +138,10 @@ def test_an_array_in_local_memory_is_reported():
     assert kernel.resources.local_bytes >= 64 * 4
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_dynamic_shared_memory_fits_an_rtx(name):
+@parametrize_specs(SPECS)
+def test_dynamic_shared_memory_fits_an_rtx(spec):
     """By the plan's formula, which is what the launch asks for."""
-    plan = nv.VerifyPlan(SPECS[name], device="emulator", shared_limit=RTX_SHARED_BYTES)
+    plan = nv.VerifyPlan(spec, device="emulator", shared_limit=RTX_SHARED_BYTES)
     assert 0 < plan.report().shared_bytes <= RTX_SHARED_BYTES
 
 
@@ -148,19 +151,20 @@ def bare_mod(score, request, head, node, key):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("score_mod, has_float64", [(bare_mod, True), (slope_mod, False)])
-def test_a_bare_float_in_a_score_mod_is_float64(score_mod, has_float64):
+@on_each_kernel(SPECS["two_launch debug"])
+def test_a_bare_float_in_a_score_mod_is_float64(spec, score_mod, has_float64):
     """It compiles, and is right; it costs double precision in the inner loop.  Hence float32(...) in every example."""
-    spec = replace(SPECS["two_launch debug"], score_mod=score_mod)
-    kernels = compile_spec(spec, target_of("12.0"))
+    kernels = compile_for(replace(spec, score_mod=score_mod), target_of("12.0"))
     assert any(".f64" in k.ptx for k in kernels) == has_float64
 
 
-def test_score_mod_that_does_not_compile_is_named():
+@on_each_kernel(SPECS["two_launch debug"])
+def test_score_mod_that_does_not_compile_is_named(spec):
     def score_mod(score, request, head, node, key):
         return score + unknown_name  # noqa: F821
 
     with pytest.raises(nv.CompileError, match="unknown_name"):
-        compile_spec(replace(SPECS["two_launch debug"], score_mod=score_mod), target_of("12.0"))
+        compile_for(replace(spec, score_mod=score_mod), target_of("12.0"))
 
 
 # ---- targets
@@ -235,7 +239,7 @@ def test_override_that_is_no_target(cc, override, monkeypatch):
 def test_a_target_that_the_toolkit_does_not_have():
     """Whichever library refuses it, the error is ours."""
     with pytest.raises(CompileError, match=r"99\.9|sm_999a"):
-        compile_spec(SPECS["mla"], target_of("99.9"))
+        compile_for(SPECS["mla"], target_of("99.9"))
 
 
 def test_an_assembler_error_is_a_compile_error(monkeypatch):

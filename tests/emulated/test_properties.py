@@ -8,10 +8,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.batches import assert_close, random_batch
 from support.devices import EmulatorDevice, run
+from support.kernels import FP8_KERNELS, KERNELS
 
 import nbverify as nv
 
-PREFIX_LENS = st.sampled_from([-1, 0, 1, 2, 7, 31, 32, 33, 63, 64, 65])
+PREFIX_LENS = st.sampled_from([-1, 0, 1, 2, 7, 31, 32, 33, 63, 64, 65, 127, 128, 129])
 NODES = st.sampled_from([1, 2, 0, 3, 4, 9])
 REQUESTS = st.lists(st.tuples(PREFIX_LENS, NODES), min_size=1, max_size=3)
 HEADS = st.sampled_from([(1, 1), (2, 1), (3, 1), (5, 1), (2, 2), (4, 2), (3, 3)])
@@ -20,7 +21,7 @@ DTYPES = st.sampled_from([("bfloat16", None), ("float16", None), ("bfloat16", "f
 MASKS = st.sampled_from([("full", True), ("full", False), ("tree", True), ("packed", True), ("causal", True)])
 
 SHAPES = st.one_of(
-    st.fixed_dictionaries({"mla": st.sampled_from([1, 3, 4])}),
+    st.fixed_dictionaries({"mla": st.sampled_from([1, 3, 4]), "widths": st.sampled_from([(48, 32), (288, 64)])}),
     st.fixed_dictionaries({"gqa": HEADS, "widths": WIDTHS}),
 )
 CASES = st.fixed_dictionaries(
@@ -34,11 +35,13 @@ CASES = st.fixed_dictionaries(
         "values": st.integers(0, 2**32 - 1),
         "blocks": st.integers(1, 5),
         "seed": st.integers(0, 6),
+        "cc": st.sampled_from([(9, 0), (8, 0), (12, 0)]),
+        "kernel": st.sampled_from(KERNELS),
         "options": st.fixed_dictionaries(
             {
                 "max_requests": st.sampled_from([3, 33]),
                 "max_nodes": st.sampled_from([9, 24]),
-                "max_kv_len": st.sampled_from([80, 4000]),
+                "max_kv_len": st.sampled_from([150, 4000]),
                 "sm_scale": st.sampled_from([0.25, 1.0, -0.5]),
                 "split": st.sampled_from(["balanced", "fixed"]),
                 "reduction": st.sampled_from(["grid_sync", "two_launch"]),
@@ -50,13 +53,16 @@ CASES = st.fixed_dictionaries(
 
 def batch_of(case):
     shape, (dtype, kv_dtype), (mask, prefix_visible) = case["shape"], case["dtypes"], case["mask"]
+    kernel = case["kernel"] if kv_dtype is None or case["kernel"] in FP8_KERNELS else "simt"
     common = {
         **case["options"], "dtype": dtype, "kv_dtype": kv_dtype, "mask": mask, "prefix_visible": prefix_visible,
+        "kernel": kernel,
     }  # fmt: skip
+    qk, v = shape["widths"]
     if "mla" in shape:
-        spec = nv.VerifySpec.mla(shape["mla"], head_dim_qk=48, head_dim_v=32, **common)
+        spec = nv.VerifySpec.mla(shape["mla"], head_dim_qk=qk, head_dim_v=v, **common)
     else:
-        spec = nv.VerifySpec.gqa(*shape["gqa"], shape["widths"][0], head_dim_v=shape["widths"][1], **common)
+        spec = nv.VerifySpec.gqa(*shape["gqa"], qk, head_dim_v=v, **common)
     lens, counts = [], []
     for prefix_len, num_nodes in case["requests"]:
         # A length of -1 lowers the prefix sums: before any token, the next request would start at -1.
@@ -72,7 +78,7 @@ def batch_of(case):
 
 def check(case):
     batch = batch_of(case)
-    result = run(EmulatorDevice(case["blocks"], case["seed"]), batch)
+    result = run(EmulatorDevice(case["blocks"], case["seed"], case["cc"]), batch)
     assert_close(batch, result.out, result.lse)
 
 

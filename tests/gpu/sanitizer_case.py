@@ -1,11 +1,15 @@
-"""A small matrix of launches for compute-sanitizer, each compared with float64.  Run by test_sanitizer.py.
+"""A small matrix of launches of a kernel for compute-sanitizer, each compared with float64.  Run by test_sanitizer.py.
 
 Few blocks and short prefixes: under racecheck a launch takes seconds.
 """
 
+import sys
+from dataclasses import replace
+
 import numpy as np
 from support.batches import assert_close, random_batch
 from support.devices import BoundBatch, GpuDevice
+from support.kernels import kernels_of
 
 import nbverify as nv
 
@@ -20,13 +24,18 @@ SPECS = {
     "packed": nv.VerifySpec.gqa(4, 2, 16, mask=nv.Mask.PACKED, **LIMITS),
     "odd widths": nv.VerifySpec.gqa(2, 1, 48, head_dim_v=80, **LIMITS),
     "mla-fp8": nv.VerifySpec.mla(2, head_dim_qk=48, head_dim_v=32, kv_dtype="float8_e4m3fn", **LIMITS),
+    "wide-mla": nv.VerifySpec.mla(2, head_dim_qk=288, head_dim_v=64, **LIMITS),
+    "tall wide-mla": nv.VerifySpec.mla(9, head_dim_qk=288, head_dim_v=64, **LIMITS),  # 72 rows
 }
 RAGGED_AND_PADDED = ([300, 0, 37, -1], [8, 3, 1, 2])
 
 
 def main() -> None:
-    dev = GpuDevice()
+    dev, kernel = GpuDevice(), sys.argv[1]
     for name, spec in SPECS.items():
+        if kernel not in kernels_of(spec):
+            continue
+        spec = replace(spec, kernel=kernel)
         debug = name == "gqa"
         plan = dev.plan(spec, max_blocks=BLOCKS, debug=debug)
         batch = random_batch(np.random.default_rng(100), spec, *RAGGED_AND_PADDED)

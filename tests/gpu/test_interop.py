@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.batches import random_batch
 from support.devices import BoundBatch, raw_bits
+from support.kernels import parametrize_specs
 from support.streams import DriverStream, begin_capture, capture, end_capture, torch_with_gpu, wait_for_device
 
 import nbverify as nv
@@ -30,10 +31,6 @@ PER_THREAD = 2  # CU_STREAM_PER_THREAD
 
 def make_batch(spec, seed=70):
     return random_batch(np.random.default_rng(seed), spec, [300, 0, 77], [5, 1, 3])
-
-
-def parametrize_specs(**specs):
-    return pytest.mark.parametrize("spec", specs.values(), ids=specs.keys())
 
 
 # ------------------------------------------------------------------------------------------------------------- arrays
@@ -168,7 +165,7 @@ def upload_all(producer, batch):
     return {**inputs, "out": producer.upload(out), "lse": producer.upload(lse)}
 
 
-@parametrize_specs(**SPECS)
+@parametrize_specs(SPECS)
 @pytest.mark.parametrize("producer", PRODUCERS, ids=lambda producer: producer.__name__)
 def test_arrays_of_every_library(dev, producer, spec):
     batch, plan = make_batch(spec), dev.plan(spec)
@@ -201,7 +198,7 @@ def test_libraries_mixed_in_one_bind(dev):
     assert torch.download(given["out"]) + numba.download(given["lse"]) == want.bits
 
 
-@parametrize_specs(bf16=BF16, fp8=FP8)
+@parametrize_specs({"bf16": BF16, "fp8": FP8})
 def test_views_of_packed_tensors(dev, spec):
     """q is a part of a fused projection's output, K and V of one pool; out and lse are parts of wider buffers."""
     torch = torch_with_gpu()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.kernels import KERNELS
 from support.streams import ROOT, run_python
 
 SCRIPT = str(Path(__file__).with_name("sanitizer_case.py"))
@@ -25,19 +26,24 @@ def sanitizer():
     return path
 
 
+@pytest.fixture(scope="module", params=KERNELS)
+def kernel(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def names():
+def names(kernel):
     """The cases, run without the tool: they must be right by themselves, and the cache is warm afterwards."""
-    return run_python(SCRIPT, timeout=200)
+    return run_python(SCRIPT, kernel, timeout=200)
 
 
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize("tool", TOOLS)
-def test_sanitizer_finds_nothing(sanitizer, names, tool):
+def test_sanitizer_finds_nothing(sanitizer, kernel, names, tool):
     options = ["--tool", tool, "--error-exitcode", str(FOUND_SOMETHING), *TOOLS[tool]]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sanitizer, *options, sys.executable, SCRIPT],
+        [sanitizer, *options, sys.executable, SCRIPT, kernel],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,

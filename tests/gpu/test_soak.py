@@ -1,16 +1,19 @@
 """Tens of thousands of launches of plans that take turns: every one is compared, on the device, bit for bit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.batches import assert_close, random_batch
 from support.devices import BoundBatch
+from support.kernels import on_each_kernel, on_kernels, parametrize_specs
 from support.streams import DriverStream, free_bytes, wait_for_device
 
 import nbverify as nv
 from nbverify.launch import call, driver
 
-# The compiled kernels of support/basic.py: sizes are no part of them.
-LIMITS = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 3000, "sm_scale": 0.25}
+# The compiled kernels of support/basic.py: but for max_nodes, which fills the row tile, sizes are no part of them.
+LIMITS = {"max_requests": 4, "max_nodes": 24, "max_kv_len": 3000, "sm_scale": 0.25}
 SPECS = {
     "balanced": nv.VerifySpec.gqa(4, 2, 16, **LIMITS),
     "fixed": nv.VerifySpec.gqa(4, 2, 16, split="fixed", **LIMITS),
@@ -73,7 +76,7 @@ def poison_workspace(plan, stream):
 
 @pytest.mark.timeout(300)
 def test_plans_and_batches_in_turn(dev, differs):
-    plans = {name: dev.plan(spec) for name, spec in SPECS.items()}
+    plans = {f"{name}-{spec.kernel}": dev.plan(spec) for name, given in SPECS.items() for spec in on_kernels(given)}
     configurations = [
         Configuration(dev, plan, f"{name}-{batch}", 80 + i, *BATCHES[batch])
         for name, plan in plans.items()
@@ -98,12 +101,13 @@ def test_plans_and_batches_in_turn(dev, differs):
 
 
 @pytest.mark.timeout(300)
-def test_two_plans_on_two_streams(dev, differs):
+@parametrize_specs({"balanced": SPECS["balanced"], "mla": SPECS["mla"]})
+def test_two_plans_on_two_streams(dev, spec, differs):
     """Each has the whole grid: they may never wait for one another at their barriers."""
     cupy = dev.cupy
     configurations = [
-        Configuration(dev, dev.plan(SPECS[name], fresh=True), name, seed, *BATCHES["four"])
-        for name, seed in (("balanced", 82), ("fixed", 83))
+        Configuration(dev, dev.plan(each, fresh=True), each.split, seed, *BATCHES["four"])
+        for each, seed in ((spec, 82), (replace(SPECS["fixed"], kernel=spec.kernel), 83))
     ]
     counts = cupy.zeros(2, np.uint32)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in configurations]
@@ -117,9 +121,9 @@ def test_two_plans_on_two_streams(dev, differs):
 
 
 @pytest.mark.alone
-def test_plans_come_and_go(dev):
+@on_each_kernel(SPECS["balanced"])
+def test_plans_come_and_go(dev, spec):
     """Loading, unloading and freeing: the last of many plans is as right as the first, and none leaks its workspace."""
-    spec = SPECS["balanced"]
     batch = random_batch(np.random.default_rng(84), spec, *BATCHES["two"])
     stream = DriverStream()
     want, free = None, []

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 from support.batches import assert_close, random_batch
 from support.devices import BoundBatch, GpuDevice
+from support.kernels import KERNELS, on_each_kernel, parametrize_specs
 from support.streams import DriverStream, run_python, wait_for_device
 
 import nbverify as nv
 from nbverify import compile
 from nbverify.launch import call, driver
 
-# The compiled kernels of support/basic.py: sizes are no part of them.
-LIMITS = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 200_000, "sm_scale": 0.25}
+# The compiled kernels of support/basic.py: but for max_nodes, which fills the row tile, sizes are no part of them.
+LIMITS = {"max_requests": 4, "max_nodes": 24, "max_kv_len": 200_000, "sm_scale": 0.25}
 BALANCED = nv.VerifySpec.gqa(4, 2, 16, **LIMITS)
 FIXED = nv.VerifySpec.gqa(4, 2, 16, split="fixed", **LIMITS)
 MLA = nv.VerifySpec.mla(2, **LIMITS)
@@ -40,7 +41,8 @@ import sys
 import numpy as np
 import nbverify as nv
 
-spec = nv.VerifySpec.gqa(4, 2, 16, sm_scale=0.25, max_requests=4, max_nodes=8, max_kv_len=3000)
+limits = dict(sm_scale=0.25, max_requests=4, max_nodes=8, max_kv_len=3000)
+spec = nv.VerifySpec.gqa(4, 2, 16, **limits, kernel=sys.argv[1])
 plan = nv.VerifyPlan(spec, device=0)
 compiled = "numba" in sys.modules
 
@@ -58,19 +60,22 @@ print("compiled" if compiled else "loaded", hash(first.bits))
 """
 
 
-def test_one_process_compiles_and_the_next_loads(tmp_path):
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_one_process_compiles_and_the_next_loads(tmp_path, kernel):
     """The second does not even import the compiler; a damaged file is compiled again; all have the same bits."""
     environment = {"XDG_CACHE_HOME": str(tmp_path), "PYTHONHASHSEED": "0"}
-    first = run_python("-c", CHILD, **environment).split()
-    second = run_python("-c", CHILD, **environment).split()
+    first = run_python("-c", CHILD, kernel, **environment).split()
+    second = run_python("-c", CHILD, kernel, **environment).split()
     (cached,) = (tmp_path / "nbverify").glob("*.json")
     cached.write_text(cached.read_text()[:-1000])
-    third = run_python("-c", CHILD, **environment).split()
+    third = run_python("-c", CHILD, kernel, **environment).split()
     assert [first[0], second[0], third[0]] == ["compiled", "loaded", "compiled"]
     assert first[1] == second[1] == third[1]
 
 
 THREADS = """
+import sys
 import threading
 import cupy
 import numpy as np
@@ -79,7 +84,7 @@ from support.batches import assert_close, random_batch
 from support.devices import BoundBatch, GpuDevice
 from support.streams import DriverStream, wait_for_device
 
-LIMITS = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 600, "sm_scale": 0.25}
+LIMITS = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 600, "sm_scale": 0.25, "kernel": sys.argv[1]}
 specs = [nv.VerifySpec.gqa(4, 2, 16, **LIMITS)] * 2 + [nv.VerifySpec.gqa(4, 2, 16, split="fixed", **LIMITS)] * 2
 start, errors, bits = threading.Barrier(len(specs)), [], [None] * len(specs)
 
@@ -114,17 +119,19 @@ print("right")
 """
 
 
-def test_four_threads_make_the_first_call(tmp_path):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_four_threads_make_the_first_call(tmp_path, kernel):
     """Two specs, two threads each, nothing cached, the driver not yet initialised."""
-    assert run_python("-c", THREADS, XDG_CACHE_HOME=str(tmp_path)).split() == ["right"]
+    assert run_python("-c", THREADS, kernel, XDG_CACHE_HOME=str(tmp_path)).split() == ["right"]
 
 
 # --------------------------------------------------------------------------------------------- contexts and devices
 
 
-def test_a_thread_without_a_context(dev):
+@on_each_kernel(BALANCED)
+def test_a_thread_without_a_context(dev, spec):
     """It launches right, or it is told what is missing; it never returns as if it had."""
-    bound = BoundBatch(dev, dev.plan(BALANCED), random_batch(np.random.default_rng(92), BALANCED, [300, 7], [5, 1]))
+    bound = BoundBatch(dev, dev.plan(spec), random_batch(np.random.default_rng(92), spec, [300, 7], [5, 1]))
     want = bound.run().bits
     bound.poison()
     wait_for_device()
@@ -148,7 +155,8 @@ def test_a_thread_without_a_context(dev):
     assert bound.run().bits == want
 
 
-def test_devices_in_turn(dev):
+@on_each_kernel(BALANCED)
+def test_devices_in_turn(dev, spec):
     """Devices 0, 1, 0: a plan each; and a plan launched while the other device is current is right or refused."""
     cupy = dev.cupy
     if cupy.cuda.runtime.getDeviceCount() < 2:
@@ -158,8 +166,8 @@ def test_devices_in_turn(dev):
     for ordinal in (0, 1, 0):
         with cupy.cuda.Device(ordinal):
             on = GpuDevice(ordinal)
-            plan = on.plan(BALANCED, fresh=True)
-            batch = random_batch(np.random.default_rng(93), BALANCED, [3000, 0, 77], [5, 1, 3])
+            plan = on.plan(spec, fresh=True)
+            batch = random_batch(np.random.default_rng(93), spec, [3000, 0, 77], [5, 1, 3])
             bound = BoundBatch(on, plan, batch)
             result = bound.run()
             assert_close(batch, result.out, result.lse)
@@ -185,7 +193,7 @@ def test_devices_in_turn(dev):
 # ---------------------------------------------------------------------------------------------------------- the barrier
 
 
-@pytest.mark.parametrize("spec", [BALANCED, FIXED, MLA], ids=["balanced", "fixed", "mla"])
+@parametrize_specs({"balanced": BALANCED, "fixed": FIXED, "mla": MLA})
 def test_every_block_contributes_to_every_row(dev, spec):
     """One request of one node, split over the whole grid, a thousand times, two different queries in turn.
 

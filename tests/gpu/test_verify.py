@@ -11,4 +11,5 @@ from nbverify.launch import Device
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels_in_the_cache():
-    compile_ahead(specs_in(basic) + specs_in(determinism), Device(0).cc)
+    device = Device(0)
+    compile_ahead(specs_in(basic) + specs_in(determinism), device.cc, device.shared_limit)

@@ -15,6 +15,7 @@ from nbverify.cli import main
 from nbverify.compile import CompiledKernel, Resources
 from nbverify.doctor import SM_LIMITS
 from nbverify.kernels import geometry as geo
+from nbverify.kernels.tiles import geometry_of, limits_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -243,7 +244,7 @@ def kernels_for(spec: nv.VerifySpec, target: compile.Target, ptx: str = PTX) -> 
             cooperative=step.body == "verify",
             resources=resources,
         )
-        for step in geo.steps(spec, geo.simt_geometry(spec), debug=False)
+        for step in geo.steps(spec, geometry_of(spec, limits_of((target.major, target.minor))), debug=False)
     )
 
 
@@ -252,7 +253,7 @@ def fake_compiler(monkeypatch):
     """compile_spec without a compiler; ``cached`` decides whether it says that it compiles."""
     state = argparse.Namespace(cached=False, ptx=PTX)
 
-    def compile_spec(spec, target, *, debug=False, progress=None):
+    def compile_spec(spec, target, geometry, *, debug=False, progress=None):
         if not state.cached:
             progress(f"compiling for {target.name}")
         return kernels_for(spec, target, state.ptx)
@@ -293,10 +294,17 @@ def test_f64_is_found_and_fails(fake_compiler, capsys, line):
     assert "float64 instructions in nbverify_verify for sm_90a" in capsys.readouterr().err
 
 
+def geometry_for(spec, cc=(9, 0)):
+    return geometry_of(spec, limits_of(cc))
+
+
+KIMI = replace(presets.preset("kimi-k2.6-tp8"), kernel="simt")  # whose shared memory is the same on every device
+
+
 def test_report(fake_compiler, capsys):
-    assert main(["compile", "--cc", "12.0", "--cc", "9.0"]) == 0
+    assert main(["compile", "--kernel", "simt", "--cc", "12.0", "--cc", "9.0"]) == 0
     rows = {line[:24].strip(): line[24:].split() for line in capsys.readouterr().out.splitlines()[2:]}
-    dynamic = geo.simt_geometry(presets.preset("kimi-k2.6-tp8")).shared_bytes(presets.MAX_REQUESTS)
+    dynamic = geometry_for(KIMI).shared_bytes(presets.MAX_REQUESTS)
     assert rows["registers"] == ["168", "168"]
     assert rows["spills, bytes"] == rows["local memory, bytes"] == ["0", "0"]
     assert rows["blocks per SM, estimate"] == ["1", "2"]  # of 100 and 228 KiB
@@ -304,6 +312,15 @@ def test_report(fake_compiler, capsys):
     assert rows["cooperative launch"] == ["yes", "yes"]
     assert rows["PTX f64"] == ["0", "0"]
     assert rows["from"] == ["compiled", "now"] * 2
+
+
+def test_report_of_a_kernel_whose_tiles_depend_on_the_device(fake_compiler, capsys):
+    assert main(["compile", "--kernel", "mma", "--cc", "12.0", "--cc", "9.0"]) == 0
+    rows = {line[:24].strip(): line[24:].split() for line in capsys.readouterr().out.splitlines()[2:]}
+    tiles = [geometry_for(replace(KIMI, kernel="mma"), cc) for cc in ((12, 0), (9, 0))]
+    assert rows["dynamic shared, bytes"] == [f"{tile.shared_bytes(presets.MAX_REQUESTS):,}" for tile in tiles]
+    assert rows["threads"] == [str(tile.threads) for tile in tiles]
+    assert rows["blocks per SM, estimate"] == ["1", "1"]
 
 
 def test_report_json(fake_compiler, capsys):
@@ -366,17 +383,18 @@ def test_blocks_per_sm(case, blocks, limit):
 
 def test_what_the_system_takes_of_shared_memory_is_counted_once():
     """For sm_90 the linker calls it static, for others it does not mention it; two blocks of half an SM fit on both."""
-    geometry = geo.simt_geometry(presets.preset("kimi-k2.6-tp8"))
+    geometry = geometry_for(KIMI)
     first, step = geometry.shared_bytes(1), geometry.shared_bytes(2) - geometry.shared_bytes(1)
     room = SM_LIMITS[9, 0].shared_bytes // 2 - 1024 - first
-    spec = replace(presets.preset("kimi-k2.6-tp8"), max_requests=1 + room // step)
+    spec = replace(KIMI, max_requests=1 + room // step)
     for cc in ((9, 0), (10, 0)):
         (report,) = cli.kernel_reports(
-            spec, kernels_for(spec, compile.target_of(cc)), cc, debug=False, cached=True, seconds=0.0
+            spec, geometry, kernels_for(spec, compile.target_of(cc)), cc, debug=False, cached=True, seconds=0.0
         )
         assert (report["blocks_per_sm"], report["blocks_limited_by"]) == (2, "shared memory")
 
 
 def test_limits_are_consistent():
-    for limits in SM_LIMITS.values():  # one block may have the whole SM but for its 1 KiB
+    for cc, limits in SM_LIMITS.items():  # one block may have the whole SM but for its 1 KiB
         assert limits.shared_bytes - limits.shared_optin_bytes == 1024
+        assert limits_of(cc).shared_bytes == limits.shared_optin_bytes

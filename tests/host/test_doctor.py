@@ -13,6 +13,7 @@ import pytest
 from nbverify import compile, doctor, presets
 from nbverify.cli import main
 from nbverify.doctor import FAIL, OK, WARN, Facts, Gpu
+from nbverify.spec import KERNELS
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -452,6 +453,20 @@ def test_presets_are_judged_for_known_limits_without_a_gpu():
     for name, limit in (("fits sm_80", "166,912"), ("fits sm_90", "232,448"), ("fits sm_120", "101,376")):
         assert limit in findings[name]
         assert all(preset in findings[name] for preset in presets.PRESETS)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_presets_are_judged_by_their_own_kernel(monkeypatch, kernel):
+    """All fit every known device; what does not fit is named, with its bytes."""
+    made = {name: replace(presets.preset(name), kernel=kernel) for name in presets.PRESETS}
+    monkeypatch.setattr(presets, "preset", made.get)
+    for cc, limits in doctor.SM_LIMITS.items():
+        found = doctor.check_presets_fit("fits", cc, limits.shared_optin_bytes)
+        assert found.status == doctor.OK, (cc, found.detail)
+    made["smollm2-135m"] = replace(made["smollm2-135m"], max_requests=7000)
+    found = doctor.check_presets_fit("fits", (12, 0), 101_376)
+    assert found.status == doctor.WARN
+    assert re.search(r"too large: smollm2-135m \(\d+ bytes\)", found.detail), found.detail
 
 
 def test_bounds_are_those_of_pyproject():

@@ -1,15 +1,21 @@
-"""Sizes in closed form: shared memory against every budget, buffers and workspace against every batch."""
+"""Sizes in closed form: shared memory against every budget, buffers and workspace against every batch.
+
+Numbers written out by hand are the plain kernel's; what the tensor-core kernel's planner does: test_tiles.py.
+"""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernels import geometry_for, parametrize_specs
 
 import nbverify as nv
 from nbverify.contract import capacity_elements
 from nbverify.kernels import geometry
+from nbverify.spec import KERNELS
 
 BUDGETS = (65_536, 101_376, 232_448)  # an older card, sm_120, sm_90
 SHAPES = {  # (head_dim_qk, head_dim_v, MLA)
@@ -22,6 +28,7 @@ SHAPES = {  # (head_dim_qk, head_dim_v, MLA)
     "mla-16-16": (16, 16, True),
 }
 LIMITS = {"max_requests": 16, "max_nodes": 64, "max_kv_len": 65_536, "sm_scale": 1.0}
+PLAIN = {"kernel": "simt"}
 
 
 def spec_of(dims, heads=8, **options):
@@ -33,13 +40,17 @@ def spec_of(dims, heads=8, **options):
 
 
 def shared_bytes_by_hand(spec):
-    """16 query rows, 32 keys, their weights, states and float32 outputs, and the work table: bytes, written out."""
+    """16 query rows, 32 keys, their weights, states and float32 outputs, and the work table: bytes, written out.
+
+    The merge has the place of the tiles: 8 runs of 256 columns, and of one sum that takes a place of 16 bytes.
+    """
     rows, keys = 16, 32
     q = rows * 2 * spec.head_dim_qk
     k = keys * (2 * spec.head_dim_qk + 4)  # a word of padding; fp8 is widened on the way in
     v = 0 if spec.shared_kv else keys * 2 * spec.head_dim_v
     weights, states, out = 4 * rows * keys, 4 * rows * 2, 4 * rows * spec.head_dim_v
-    return q + k + v + weights + states + out + 2 * 8 * (spec.max_requests + 1)
+    merge = 8 * 4 * (256 + 4)
+    return max(q + k + v + weights + states + out, merge) + 2 * 8 * (spec.max_requests + 1)
 
 
 @pytest.mark.parametrize("dims", SHAPES.values(), ids=SHAPES.keys())
@@ -54,7 +65,7 @@ def test_b16_shared_memory_by_hand(dims, kv_dtype):
 @pytest.mark.parametrize("dims", SHAPES.values(), ids=SHAPES.keys())
 def test_b16_a_plan_fits_or_is_refused_with_both_numbers(dims, budget):
     for kv_dtype, max_nodes in itertools.product((None, "float8_e4m3fn"), (1, 16, 64)):
-        spec = spec_of(dims, kv_dtype=kv_dtype, max_nodes=max_nodes)
+        spec = spec_of(dims, kv_dtype=kv_dtype, max_nodes=max_nodes, **PLAIN)
         need = shared_bytes_by_hand(spec)
         if need <= budget:
             plan = nv.VerifyPlan(spec, device="emulator", shared_limit=budget)
@@ -65,7 +76,7 @@ def test_b16_a_plan_fits_or_is_refused_with_both_numbers(dims, budget):
 
 
 def test_b16_the_limit_itself_is_allowed():
-    spec = spec_of(SHAPES["128-128"])
+    spec = spec_of(SHAPES["128-128"], **PLAIN)
     need = shared_bytes_by_hand(spec)
     nv.VerifyPlan(spec, device="emulator", shared_limit=need)
     with pytest.raises(nv.ArgumentError, match="shared memory"):
@@ -91,20 +102,23 @@ def test_shared_arrays_do_not_overlap(dims):
     assert g.k_stride % 2 == 1 or spec.head_dim_qk % 4, "an odd stride has no bank conflicts"
 
 
-def test_b17_all_head_counts():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_b17_all_head_counts(kernel):
     """MLA with 1 .. 130 heads; GQA with every pair that divides."""
     for heads in range(1, 131):
-        spec = spec_of(SHAPES["mla-576-512"], heads=heads)
+        spec = spec_of(SHAPES["mla-576-512"], heads=heads, kernel=kernel)
         assert spec.group == heads
-        assert geometry.units_per_request(spec, geometry.simt_geometry(spec)) == -(-64 * heads // 16)
+        tile = geometry_for(spec)
+        assert geometry.units_per_request(spec, tile) == -(-64 * heads // tile.rows_per_tile)
     for kv_heads, q_heads in itertools.product(range(1, 17), range(1, 131)):
         if q_heads % kv_heads:
             with pytest.raises(nv.ArgumentError, match="num_q_heads"):
                 nv.VerifySpec.gqa(q_heads, kv_heads, 64, **LIMITS)
         else:
-            spec = nv.VerifySpec.gqa(q_heads, kv_heads, 64, **LIMITS)
-            tile = geometry.simt_geometry(spec)
-            assert geometry.units_per_request(spec, tile) == kv_heads * -(-64 * q_heads // kv_heads // 16)
+            spec = nv.VerifySpec.gqa(q_heads, kv_heads, 64, **LIMITS, kernel=kernel)
+            tile = geometry_for(spec)
+            rows = tile.rows_per_tile
+            assert geometry.units_per_request(spec, tile) == kv_heads * -(-64 * (q_heads // kv_heads) // rows)
 
 
 # --------------------------------------------------------------------------------------------------- B02: buffer sizes
@@ -124,7 +138,7 @@ def test_b02_sizes_of_the_recipe():
 
 def test_b02_workspace_is_a_formula_of_the_spec():
     """A partial state is 16 rows of head_dim_v + 2 floats; fixed: row units x splits; balanced: row units + blocks."""
-    sizes = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 2000, "sm_scale": 1.0}
+    sizes = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 2000, "sm_scale": 1.0, **PLAIN}
     state = 4 * 16 * (512 + 2)
     units = 4 * (8 * 12 // 16)
     fixed = nv.VerifySpec.mla(12, split="fixed", **sizes)
@@ -153,6 +167,7 @@ def specs_and_batches(draw):
         sm_scale=1.0,
         mask=mask,
         split=draw(st.sampled_from(["balanced", "fixed"])),
+        kernel=draw(st.sampled_from(KERNELS)),
     )
     counts = draw(st.lists(st.integers(0, max_nodes), min_size=1, max_size=spec.max_requests))
     lens = [draw(st.integers(0, max_kv_len - n)) for n in counts]
@@ -171,9 +186,9 @@ def test_b02_sizes_serve_every_batch_of_the_spec(case):
     assert have["custom_mask"] >= (counts * rows.get(spec.mask, 0)).sum()
 
     # Partial states, by the words of kernels/schedule.py: fewer than blocks + units, or one for each chunk.
-    tile = geometry.simt_geometry(spec)
-    units = spec.num_kv_heads * -(-counts * spec.group // 16)
-    tiles = np.maximum(1, -(-(lens + counts) // 32))
+    tile = geometry_for(spec)
+    units = spec.num_kv_heads * -(-counts * spec.group // tile.rows_per_tile)
+    tiles = np.maximum(1, -(-(lens + counts) // tile.keys_per_tile))
     room = geometry.num_partials(spec, tile, blocks)
     if spec.split == "balanced":
         assert units.sum() + blocks <= room
@@ -182,14 +197,19 @@ def test_b02_sizes_serve_every_batch_of_the_spec(case):
         assert (units * -(-tiles // chunk)).sum() <= room
 
 
-@pytest.mark.parametrize("max_nodes, heads", [(1, 1), (8, 8), (33, 8), (64, 128)])
-def test_chunks_of_a_fixed_split_are_a_bounded_number(max_nodes, heads):
+@parametrize_specs(
+    {
+        f"{max_nodes}x{heads}": spec_of(SHAPES["mla-576-512"], heads=heads, max_nodes=max_nodes, split="fixed")
+        for max_nodes, heads in [(1, 1), (8, 8), (33, 8), (64, 128)]
+    }
+)
+def test_chunks_of_a_fixed_split_are_a_bounded_number(spec):
     for max_kv_len in (64, 256, 257, 4096, 262_144, 2**20, 2**31 - 1):
-        spec = spec_of(SHAPES["mla-576-512"], heads=heads, max_nodes=max_nodes, max_kv_len=max_kv_len, split="fixed")
-        tile = geometry.simt_geometry(spec)
+        spec = replace(spec, max_kv_len=max_kv_len)
+        tile = geometry_for(spec)
         splits = geometry.max_splits(spec, tile)
         assert 1 <= splits <= geometry.MAX_SPLITS
         for num_keys in {1, 32, 256, 257, max_kv_len // 3 + 1, max_kv_len - 1, max_kv_len}:
-            tiles = -(-num_keys // 32)
+            tiles = -(-num_keys // tile.keys_per_tile)
             chunk = max(geometry.MIN_CHUNK_TILES, -(-tiles // splits))
             assert -(-tiles // chunk) <= splits

@@ -7,15 +7,18 @@ emulator, which needs no keys and no values: a kernel here only writes down the 
 import itertools
 from collections import namedtuple
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from numba import cuda, int64
+from support.kernels import geometry_for
 
 import nbverify as nv
 from nbverify import contract
 from nbverify.kernels import geometry as geo
 from nbverify.kernels import schedule
+from nbverify.spec import KERNELS
 
 WARP = 32
 MIN_CHUNK_TILES = geo.MIN_CHUNK_TILES
@@ -109,7 +112,7 @@ def args_of(spec, prefix_sums, token_sums, *, num_indices, num_tokens, dtypes=("
         "num_requests": sums[0].size - 1,
         "max_nodes": spec.max_nodes,
         "max_kv_len": spec.max_kv_len,
-        "max_splits": geo.max_splits(spec, geo.simt_geometry(spec)),
+        "max_splits": geo.max_splits(spec, geometry_for(spec)),
     }
     return Args(**{**fields, **outputs})
 
@@ -218,8 +221,10 @@ def unit_of(segment):
 
 def run_schedule(spec, lengths, grid, **sizes):
     """Work table, shares, segments of every block in order, and states of every unit, for (c, n) pairs."""
-    geometry = geo.simt_geometry(spec)
-    small = replace(geometry, threads=2 * WARP)  # only how many threads fill the table
+    geometry = geometry_for(spec)
+    small = SimpleNamespace(  # all that a schedule depends on, and fewer threads to fill the table
+        rows_per_tile=geometry.rows_per_tile, keys_per_tile=geometry.keys_per_tile, threads=2 * WARP
+    )
     kv, qo = prefix_sums_of(lengths)
     sizes = {"num_indices": int(max(kv.max(), 0)), "num_tokens": int(max(qo.max(), 0))} | sizes
     entries = 2 * (len(lengths) + 1)
@@ -256,21 +261,21 @@ def prefix_sums_of(lengths):
 
 def expected_units(spec, n):
     """(KV head, first head row) of the row units of a request of n nodes, in the order of the line."""
-    rows = geo.simt_geometry(spec).rows_per_tile
+    rows = geometry_for(spec).rows_per_tile
     return [(kv_head, row) for row in range(0, n * spec.group, rows) for kv_head in range(spec.num_kv_heads)]
 
 
-def expected_tiles(c, n):
-    return 1 if c < 0 else ceil_div(c + n, WARP)
+def expected_tiles(spec, c, n):
+    return 1 if c < 0 else ceil_div(c + n, geometry_for(spec).keys_per_tile)
 
 
 def check(spec, lengths, grid):
     """Everything that must hold, by the definition of unit, item, segment and state."""
-    geometry = geo.simt_geometry(spec)
+    geometry = geometry_for(spec)
     lengths = list(lengths)
     found = run_schedule(spec, lengths, grid)
     units = [expected_units(spec, n) for _, n in lengths]
-    tiles = [expected_tiles(c, n) for c, n in lengths]
+    tiles = [expected_tiles(spec, c, n) for c, n in lengths]
     max_splits = geo.max_splits(spec, geometry)
     chunks = [max(MIN_CHUNK_TILES, ceil_div(t, max_splits)) for t in tiles]
     per_unit = [ceil_div(t, k) for t, k in zip(tiles, chunks, strict=True)] if spec.split == "fixed" else tiles
@@ -326,16 +331,21 @@ def spec_of(split, *, heads=6, kv_heads=2, shared=False, **limits):
     return nv.VerifySpec.gqa(heads, kv_heads, 16, split=split, **limits)
 
 
-each_split = pytest.mark.parametrize("split", ["balanced", "fixed"])
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+
+
+def each_split(test):
+    return each_kernel(pytest.mark.parametrize("split", ["balanced", "fixed"])(test))
 
 
 @each_split
 @pytest.mark.parametrize("case", range(40))
-def test_random_batches(split, case):
+def test_random_batches(kernel, split, case):
     rng = np.random.default_rng(case)
     kv_heads = int(rng.choice([1, 2, 3]))
     spec = spec_of(
         split,
+        kernel=kernel,
         heads=kv_heads * int(rng.integers(1, 9)),
         kv_heads=kv_heads,
         max_nodes=int(rng.integers(1, 40)),
@@ -351,11 +361,11 @@ def test_random_batches(split, case):
 
 @each_split
 @pytest.mark.parametrize("grid", range(1, 10))
-def test_one_request_cut_everywhere(split, grid):
+def test_one_request_cut_everywhere(kernel, split, grid):
     """More and fewer tiles and chunks than blocks."""
-    spec = spec_of(split, heads=1, kv_heads=1)
+    spec = spec_of(split, heads=1, kv_heads=1, kernel=kernel)
     for tiles in (1, 2, 3, 7, 8, 9, 16, 17, 40):
-        check(spec, [(tiles * WARP - 1, 1)], grid)
+        check(spec, [(tiles * geometry_for(spec).keys_per_tile - 1, 1)], grid)
 
 
 @each_split
@@ -373,18 +383,19 @@ def test_one_request_cut_everywhere(split, grid):
         [(1, 1)] * 66 + [(5000, 24)],
         [(64, 0), (64, 24), (31, 1), (32, 1), (255, 1), (256, 1), (511, 1), (512, 1)],
         [(39_976, 24), (39_976, 24)],
+        [(127, 1), (128, 1), (1023, 1), (1024, 1)],
     ],
     ids=lambda lengths: f"{len(lengths)} requests, {sum(n for _, n in lengths)} nodes",
 )
-def test_regimes(split, lengths):
+def test_regimes(kernel, split, lengths):
     for grid in (1, 3, 8):
-        check(spec_of(split), lengths, grid)
+        check(spec_of(split, kernel=kernel), lengths, grid)
 
 
 @each_split
-def test_padding_row_has_one_tile_and_is_written_by_somebody(split):
+def test_padding_row_has_one_tile_and_is_written_by_somebody(kernel, split):
     """A negative prefix length: its zeros are work, its keys are not."""
-    spec = spec_of(split)
+    spec = spec_of(split, kernel=kernel)
     found = run_schedule(spec, [(700, 5), (-3, 4), (90, 2)], 3, num_indices=900, num_tokens=11)
     mine = [s for s in found.segments if s.request.number == 1]
     assert [(s.kv_head, s.first_row, s.first_tile, s.end_tile, bool(s.direct)) for s in mine] == [
@@ -393,9 +404,10 @@ def test_padding_row_has_one_tile_and_is_written_by_somebody(split):
     assert {s.request for s in mine} == {(1, 700, 0, 5, 4, 0)}
 
 
-def test_fixed_cuts_depend_on_nothing_but_the_request():
+@each_kernel
+def test_fixed_cuts_depend_on_nothing_but_the_request(kernel):
     """Not on its neighbours, its place, the grid, nor on max_requests."""
-    spec = spec_of("fixed")
+    spec = spec_of("fixed", kernel=kernel)
 
     def cuts(lengths, which, grid, spec=spec):
         found = check(spec, lengths, grid)
@@ -409,24 +421,28 @@ def test_fixed_cuts_depend_on_nothing_but_the_request():
     assert cuts([(4321, 9)], 0, 4, replace(spec, max_requests=1)) == alone
 
 
-def test_a_unit_that_one_block_walks_alone_still_has_its_chunks():
+@each_kernel
+def test_a_unit_that_one_block_walks_alone_still_has_its_chunks(kernel):
     """fixed: accumulation restarts at each chunk, also where no other block takes part."""
-    spec = spec_of("fixed", heads=1, kv_heads=1)
+    spec = spec_of("fixed", heads=1, kv_heads=1, kernel=kernel)
     found = check(spec, [(4095, 1)], 1)
     assert len(found.segments) > 1 and not any(s.direct for s in found.segments)
 
 
-def test_balanced_leaves_fewer_states_than_blocks_and_units():
-    spec = spec_of("balanced")
+@each_kernel
+def test_balanced_leaves_fewer_states_than_blocks_and_units(kernel):
+    spec = spec_of("balanced", kernel=kernel)
     for grid in (2, 5, 9):
         found = check(spec, [(3000, 24), (5, 1), (700, 13)], grid)
         assert sum(not s.direct for s in found.segments) < grid + found.units[-1]
 
 
-def test_long_lines_have_64_bit_positions():
+@each_kernel
+def test_long_lines_have_64_bit_positions(kernel):
     """2^20 requests' worth of tiles without their buffers: MLA of 128 heads, the longest prefix, in numpy's int64."""
-    spec = nv.VerifySpec.mla(128, max_requests=2**14, max_nodes=64, max_kv_len=2**31 - 1, sm_scale=1.0)
-    geometry = geo.simt_geometry(spec)
+    limits = {"max_requests": 2**14, "max_nodes": 64, "max_kv_len": 2**31 - 1, "sm_scale": 1.0}
+    spec = nv.VerifySpec.mla(128, **limits, kernel=kernel)
+    geometry = geometry_for(spec)
     tiles = ceil_div(spec.max_kv_len, geometry.keys_per_tile)
     items = spec.max_requests * geo.units_per_request(spec, geometry) * tiles
     assert items > 2**31
@@ -441,16 +457,16 @@ def test_long_lines_have_64_bit_positions():
 
 
 @each_split
-def test_workspace_holds_the_worst_batch_of_any_spec(split):
+def test_workspace_holds_the_worst_batch_of_any_spec(kernel, split):
     """By formula, over random specs: the largest number of a state of the largest batch, and the bytes."""
     rng = np.random.default_rng(5)
     for _ in range(500):
         kv_heads = int(rng.integers(1, 9))
         spec = spec_of(
             split, heads=kv_heads * int(rng.integers(1, 17)), kv_heads=kv_heads, max_requests=int(rng.integers(1, 65)),
-            max_nodes=int(rng.integers(1, 300)), max_kv_len=int(10 ** rng.uniform(2.6, 9)),
+            max_nodes=int(rng.integers(1, 300)), max_kv_len=int(10 ** rng.uniform(2.6, 9)), kernel=kernel,
         )  # fmt: skip
-        geometry, grid = geo.simt_geometry(spec), int(rng.integers(1, 800))
+        geometry, grid = geometry_for(spec), int(rng.integers(1, 800))
         units = spec.max_requests * len(expected_units(spec, spec.max_nodes))
         splits = geo.max_splits(spec, geometry)
         tiles = ceil_div(spec.max_kv_len, geometry.keys_per_tile)
@@ -464,7 +480,8 @@ def test_workspace_holds_the_worst_batch_of_any_spec(split):
         assert geo.workspace_bytes(spec, geometry, grid) == partials * bytes_each
 
 
-def test_max_splits_does_not_depend_on_the_batch():
-    spec = spec_of("fixed")
-    geometry = geo.simt_geometry(spec)
+@each_kernel
+def test_max_splits_does_not_depend_on_the_batch(kernel):
+    spec = spec_of("fixed", kernel=kernel)
+    geometry = geometry_for(spec)
     assert len({geo.max_splits(replace(spec, max_requests=n), geometry) for n in (1, 7, 500)}) == 1

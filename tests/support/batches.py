@@ -10,6 +10,7 @@ import numpy as np
 import nbverify as nv
 from nbverify import reference
 
+HALF_ULP = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # of 8 and 11 significant bits
 NUMPY_DTYPE = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
@@ -46,6 +47,13 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return self.q.shape[0]
+
+    @property
+    def scale_of_v(self) -> float:
+        """``v_scale``, or what its None means."""
+        if self.v_scale is not None:
+            return self.v_scale
+        return self.k_scale if self.spec.shared_kv else 1.0
 
     def reference(self) -> tuple[np.ndarray, np.ndarray]:
         """out and lse in float64."""
@@ -230,20 +238,25 @@ def pad(rng: np.random.Generator, batch: Batch, prefix_len: int, num_nodes: int,
 
 
 def assert_close(batch: Batch, out: np.ndarray, lse: np.ndarray | None, *, rows=slice(None)) -> None:
-    """Every element against float64, NaN and infinities in exactly the same places.
+    """Every element against float64, NaN and infinities in exactly the same places."""
+    want_out, want_lse = batch.reference()
+    of_out, of_lse = allowed_error(batch, want_out, want_lse)
+    assert_within(np.asarray(out, np.float64)[rows], want_out[rows], of_out[rows], "out")
+    if lse is not None:
+        assert_within(np.asarray(lse, np.float64)[rows], want_lse[rows], of_lse[rows], "lse")
 
-    Bound of out.  The inputs are the same numbers, so what differs is float32 arithmetic and the final rounding.
+
+def allowed_error(batch: Batch, want_out: np.ndarray, want_lse: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How far out and lse may be from float64, element by element.
+
+    The inputs are the same numbers, so what differs is float32 arithmetic and the final rounding.
     A score is a sum of head_dim_qk products: relative to sum |q k| <= |q| |k|, its error is a few eps32 * sqrt(D)
     (random signs), which moves a weight by that times itself.  Then out, a convex combination of V, moves by at most
     2 * score_error * max |V|; the exponential, sum and division add some ulps; storing rounds by half an ulp of the
-    16-bit type, of the value itself.
+    16-bit type, of the value itself.  The tensor-core kernel also rounds its weights: see ``weight_rounding``.
     """
     spec = batch.spec
-    want_out, want_lse = batch.reference()
-    got = np.asarray(out, np.float64)[rows]
-    want_out, want_lse = want_out[rows], want_lse[rows]
-    eps32 = np.finfo(np.float32).eps
-    half_ulp = 2.0**-8 if spec.dtype == "bfloat16" else 2.0**-11  # of 8 and 11 significant bits
+    eps32, half_ulp = np.finfo(np.float32).eps, HALF_ULP[spec.dtype]
     with np.errstate(invalid="ignore", over="ignore"):
         q = np.abs(np.asarray(batch.q, np.float64))
         k = np.abs(np.nan_to_num(np.asarray(batch.k_cache, np.float64), posinf=0, neginf=0))
@@ -252,13 +265,69 @@ def assert_close(batch: Batch, out: np.ndarray, lse: np.ndarray | None, *, rows=
             abs(spec.sm_scale) * batch.k_scale * np.sqrt((q**2).sum(-1).max(initial=0) * (k**2).sum(-1).max(initial=0))
         )
         v = k[..., : spec.head_dim_v] if batch.v_cache is None else np.abs(np.asarray(batch.v_cache, np.float64))
-        v_scale = batch.v_scale if batch.v_scale is not None else (batch.k_scale if spec.shared_kv else 1.0)
-        v_max = np.nan_to_num(v, posinf=0).max(initial=0) * v_scale
-    score_error = 4 * eps32 * (1 + score_bound)
-    # A float16 result below 2^-14 is subnormal: its absolute spacing is 2^-24.
-    atol = (2 * score_error + 16 * eps32) * v_max + (2.0**-24 if spec.dtype == "float16" else 0)
-    np.testing.assert_allclose(got, want_out, rtol=1.01 * half_ulp, atol=atol, equal_nan=True)
-    if lse is not None:
-        np.testing.assert_allclose(
-            np.asarray(lse, np.float64)[rows], want_lse, rtol=4 * eps32, atol=score_error + 8 * eps32, equal_nan=True
+        v_max = np.nan_to_num(v, posinf=0).max(initial=0) * batch.scale_of_v
+        score_error = 4 * eps32 * (1 + score_bound)
+        # A float16 result below 2^-14 is subnormal: its absolute spacing is 2^-24.
+        atol = (2 * score_error + 16 * eps32) * v_max + (2.0**-24 if spec.dtype == "float16" else 0)
+        of_out = atol + 1.01 * half_ulp * np.abs(want_out)
+        of_lse = score_error + 8 * eps32 + 4 * eps32 * np.abs(want_lse)
+        if spec.kernel == "mma":
+            of_out = of_out + weight_rounding(batch, want_out, want_lse, v_max)
+    return of_out, of_lse
+
+
+def weight_rounding(batch: Batch, want_out: np.ndarray, want_lse: np.ndarray, v_max: float) -> np.ndarray:
+    """What rounding the weights to 16 bits may do to out on top, [T, heads, D] (``kernel="mma"``).
+
+    The tensor cores take P = 2^(s - m) in the type of q, while l adds the weights as they were: out moves by
+
+        sum_j d_j p_j v_j / l      |d_j| <= u, half an ulp: at most  u sum_j p_j |v_j| / l
+
+    Weights that are equal are rounded alike, which moves out by u |out| at most.  Those that differ are rounded
+    independently, d_j evenly over +-u at worst, so their sum has a deviation of u / sqrt(3) * S with
+    S^2 = sum_j (p_j v_j / l)^2, and 5 of those are allowed.  That is never tighter than the sum above for up to 8 keys
+    (S >= sum / sqrt(8)), and for many keys it is narrow enough to tell whether one of them took part.
+
+    A float16 below 2^-14 has a spacing of its own, 2^-24: |d_j p_j| <= 2^-25.  Such weights are beside a maximum
+    that weighs 1 or more, so l >= 1.
+    """
+    spec = batch.spec
+    u = HALF_ULP[spec.dtype]
+    values = batch.k_cache[..., : spec.head_dim_v] if batch.v_cache is None else batch.v_cache
+    squares = (np.asarray(values, np.float64) * batch.scale_of_v) ** 2
+    modify = spec.score_mod
+    twice = modify and (lambda score, *where: 2 * modify(score / 2, *where))
+    # exp(2 s) weighs what p^2 weighs: sum_j p_j^2 v_j^2 over sum_j p_j^2, and l of both.
+    mean, lse_of_squares = reference.verify_attention(
+        **{**batch.inputs(), "v_cache": squares},
+        sm_scale=2 * spec.sm_scale, k_scale=batch.k_scale, v_scale=1.0,
+        mask=spec.mask, prefix_visible=spec.prefix_visible, score_mod=twice,
+    )  # fmt: skip
+    seen = want_lse != -np.inf
+    with np.errstate(invalid="ignore"):
+        spread = np.sqrt(mean * np.where(seen, np.exp(lse_of_squares - 2 * want_lse), 0)[..., None])
+    subnormal = 0.0
+    if spec.dtype == "float16":
+        most_keys = np.diff(batch.kv_indptr.astype(np.int64)).max(initial=0) + np.diff(batch.qo_indptr).max(initial=0)
+        subnormal = 2.0**-25 * np.sqrt(max(most_keys, 0)) * v_max
+    return u * np.abs(want_out) + 5 / np.sqrt(3) * (u * spread + subnormal)
+
+
+def assert_within(got: np.ndarray, want: np.ndarray, allowed: np.ndarray, name: str) -> None:
+    """``|got - want| <= allowed``, element by element; NaN and infinities only where they are wanted."""
+    got, want, allowed = np.broadcast_arrays(got, want, allowed)
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want), err_msg=f"{name}: places of NaN")
+    infinite = np.isinf(want) | np.isinf(got)
+    np.testing.assert_array_equal(got[infinite], want[infinite], err_msg=f"{name}: infinities")
+    with np.errstate(invalid="ignore"):
+        error = np.where(np.isfinite(want) & ~infinite, np.abs(got - want), 0)
+        bad = np.isfinite(want) & ~(error <= allowed)  # also where the bound itself is NaN
+    if bad.any():
+        excess = np.where(bad, np.nan_to_num(error / allowed, nan=np.inf), 0)
+        worst = np.unravel_index(excess.argmax(), excess.shape)
+        place = [int(i) for i in worst]
+        raise AssertionError(
+            f"{name}: {bad.sum()} of {bad.size} elements are off (rows {np.unique(np.nonzero(bad)[0])}); the worst is "
+            f"{name}{place}: {got[worst]:.9g} instead of {want[worst]:.9g}, "
+            f"{error[worst]:.3g} away, {excess[worst]:.3g} times what is allowed"
         )

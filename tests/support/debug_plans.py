@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 
 import nbverify as nv
-from support.basic import BY_MASK, FIXED, parametrize_specs
+from support.basic import BY_MASK, FIXED
 from support.batches import pick, random_batch
 from support.devices import BoundBatch, run
+from support.kernels import on_each_kernel, parametrize_specs
 
 DEBUG = replace(FIXED, max_nodes=6, max_kv_len=60)
 DEBUG_PACKED = replace(BY_MASK[nv.Mask.PACKED], max_nodes=40)
 
 
-def clean_batch(spec=DEBUG):
+def clean_batch(spec):
     return random_batch(np.random.default_rng(41), spec, [5, 33, 4], [2, 3, 1])
 
 
@@ -52,8 +53,9 @@ def test_a_clean_batch(dev, spec):
 
 @pytest.mark.parametrize("slot", [999, -1, 2**31 - 1, "one past"], ids=str)
 @pytest.mark.parametrize("buffer, position", [("kv_indices", 7), ("kv_indices", 0), ("out_cache_loc", 4)])
-def test_slots_outside_the_pool(dev, buffer, position, slot):
-    batch = clean_batch()
+@on_each_kernel(DEBUG)
+def test_slots_outside_the_pool(dev, spec, buffer, position, slot):
+    batch = clean_batch(spec)
     slot = len(batch.k_cache) if slot == "one past" else slot
     text, result = launch_and_check(dev, changed(batch, **{buffer: (position, slot)}))
     assert text == f"{buffer}[{position}]: expected a row of the pool, got slot {slot}"
@@ -68,8 +70,9 @@ def assert_neighbours_unharmed(dev, batch, result, spoilt):
         assert result.rows(rows) == want.rows(rows), f"request {b}"
 
 
-def test_several_findings_count_and_the_first_is_named(dev):
-    batch = clean_batch()
+@on_each_kernel(DEBUG)
+def test_several_findings_count_and_the_first_is_named(dev, spec):
+    batch = clean_batch(spec)
     bad = changed(batch, kv_indices=([3, 9, 20], [777, -5, 888]), out_cache_loc=([1, 2], [-7, 555]))
     text, _ = launch_and_check(dev, bad)
     assert text.splitlines() == [
@@ -80,22 +83,25 @@ def test_several_findings_count_and_the_first_is_named(dev):
     assert "kv_indices[3]" in text and "slot 777 (and 8 more)" in text, "findings add up over launches"
 
 
-def test_prefix_entries_past_the_end_of_kv_indices(dev):
-    batch = clean_batch()  # 42 entries
+@on_each_kernel(DEBUG)
+def test_prefix_entries_past_the_end_of_kv_indices(dev, spec):
+    batch = clean_batch(spec)  # 42 entries
     text, result = launch_and_check(dev, changed(batch, kv_indptr=(3, 45)))
     assert text.startswith("kv_indptr[3]: expected an entry range inside kv_indices, got value 45")
     assert_neighbours_unharmed(dev, batch, result, [2])
 
 
-def test_prefix_entries_before_the_start(dev):
-    batch = clean_batch()
+@on_each_kernel(DEBUG)
+def test_prefix_entries_before_the_start(dev, spec):
+    batch = clean_batch(spec)
     text, result = launch_and_check(dev, changed(batch, kv_indptr=(0, -2)))
     assert text.startswith("kv_indptr[0]: expected an entry range inside kv_indices, got value -2")
     assert_neighbours_unharmed(dev, batch, result, [0])
 
 
-def test_more_keys_than_max_kv_len(dev):
-    batch = clean_batch(replace(DEBUG, max_kv_len=20))
+@on_each_kernel(replace(DEBUG, max_kv_len=20))
+def test_more_keys_than_max_kv_len(dev, spec):
+    batch = clean_batch(spec)
     text, result = launch_and_check(dev, batch)
     assert text == "kv_indptr[2]: expected prefix + nodes <= max_kv_len=20, got prefix + nodes 36"
     others = [0, 2]
@@ -103,8 +109,8 @@ def test_more_keys_than_max_kv_len(dev):
     assert result.rows(slice(0, 2)) + result.rows(slice(5, 6)) == want.rows(slice(0, 2)) + want.rows(slice(2, 3))
 
 
-def test_more_nodes_than_max_nodes(dev):
-    spec = replace(DEBUG, max_nodes=2)
+@on_each_kernel(replace(DEBUG, max_nodes=2))
+def test_more_nodes_than_max_nodes(dev, spec):
     batch = clean_batch(spec)
     text, result = launch_and_check(dev, batch)
     assert text == "qo_indptr[2]: expected at most max_nodes=2 nodes, got nodes 3"
@@ -112,24 +118,27 @@ def test_more_nodes_than_max_nodes(dev):
     assert np.isfinite(np.delete(result.lse, 4, axis=0)).all()
 
 
-def test_rows_past_the_end_of_q(dev):
-    batch = clean_batch()  # 6 rows
+@on_each_kernel(DEBUG)
+def test_rows_past_the_end_of_q(dev, spec):
+    batch = clean_batch(spec)  # 6 rows
     text, result = launch_and_check(dev, changed(batch, qo_indptr=(3, 8)))
     assert "qo_indptr[3]: expected a row range inside q, got value 8" in text
     assert_neighbours_unharmed(dev, batch, result, [2])
 
 
-def test_rows_before_the_start(dev):
-    batch = clean_batch()
+@on_each_kernel(DEBUG)
+def test_rows_before_the_start(dev, spec):
+    batch = clean_batch(spec)
     text, result = launch_and_check(dev, changed(batch, qo_indptr=(0, -1)))
     assert "qo_indptr[0]: expected a row range inside q, got value -1" in text
     assert_neighbours_unharmed(dev, batch, result, [0])
 
 
 @pytest.mark.parametrize("sums, where", [([0, 2, 0, 2], 2), ([1, 2, 5, 6], 0), ([0, 2, 5, 4], None)], ids=str)
-def test_rows_of_two_requests_or_of_none(dev, sums, where):
+@on_each_kernel(DEBUG)
+def test_rows_of_two_requests_or_of_none(dev, spec, sums, where):
     """The second request's rows again, a first row that nobody has, and a last request without nodes: legal."""
-    batch = clean_batch()
+    batch = clean_batch(spec)
     text, _ = launch_and_check(dev, replace(batch, qo_indptr=np.array(sums, batch.qo_indptr.dtype)))
     if where is None:
         assert text is None
@@ -138,7 +147,7 @@ def test_rows_of_two_requests_or_of_none(dev, sums, where):
         assert line in text.splitlines()
 
 
-@pytest.mark.parametrize("spec", [DEBUG, DEBUG_PACKED], ids=["full", "packed"])
+@parametrize_specs({"full": DEBUG, "packed": DEBUG_PACKED})
 @pytest.mark.parametrize("start", [-3, "one too far", 2**40], ids=str)
 def test_mask_blocks_outside_the_buffer(dev, spec, start):
     batch = clean_batch(spec)
@@ -149,10 +158,11 @@ def test_mask_blocks_outside_the_buffer(dev, spec, start):
         assert_neighbours_unharmed(dev, batch, result, [2])
 
 
-def test_wild_lengths_overrun_nothing(dev):
+@on_each_kernel(DEBUG)
+def test_wild_lengths_overrun_nothing(dev, spec):
     """Whatever stands in the prefix sums: no canary is touched, nothing hangs, and something is reported."""
     rng = np.random.default_rng(42)
-    batch = clean_batch()
+    batch = clean_batch(spec)
     for _ in range(40 if dev.is_gpu else 8):
         kv, qo = batch.kv_indptr.copy(), batch.qo_indptr.copy()
         wild = np.array([-(2**31), -1, 0, 1, 7, 1000, 2**31 - 1])
@@ -164,15 +174,17 @@ def test_wild_lengths_overrun_nothing(dev):
         assert text is not None
 
 
-def test_indices_of_64_bits_are_not_truncated(dev):
+@on_each_kernel(DEBUG)
+def test_indices_of_64_bits_are_not_truncated(dev, spec):
     """2^32 + 3 is no slot 3."""
-    batch = clean_batch()
+    batch = clean_batch(spec)
     wide = batch.kv_indices.astype(np.int64)
     wide[3] += 2**32
     text, _ = launch_and_check(dev, replace(batch, kv_indices=wide))
     assert text.endswith(f"got slot {wide[3]}")
 
 
-def test_check_needs_a_debug_plan(dev):
+@on_each_kernel(FIXED)
+def test_check_needs_a_debug_plan(dev, spec):
     with pytest.raises(nv.ArgumentError, match="debug"):
-        dev.plan(FIXED).check()
+        dev.plan(spec).check()

@@ -3,14 +3,12 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 import nbverify as nv
-from support.basic import BASE, BY_MASK, FIXED, FP8, VARIANTS, mla, parametrize_specs, ragged
+from support.basic import BASE, BY_MASK, FIXED, FP8, SMALL_MLA, VARIANTS, WIDE_MLA, ragged, several_chunks
 from support.batches import assert_close, pad, pick, random_batch, unused_slots
 from support.devices import BoundBatch, run
-
-FIXED_MLA = mla(2, head_dim_qk=48, head_dim_v=32, split="fixed")
+from support.kernels import parametrize_specs
 
 
 def common_grid(dev, specs) -> int:
@@ -18,7 +16,10 @@ def common_grid(dev, specs) -> int:
     return min(dev.plan(spec).grid for spec in specs)
 
 
-@parametrize_specs({"balanced": BASE, "fixed": FIXED, "two_launch": VARIANTS["two_launch"], "fp8": FP8})
+@parametrize_specs(
+    {"balanced": BASE, "fixed": FIXED, "two_launch": VARIANTS["two_launch"], "fp8": FP8, "wide-mla": WIDE_MLA},
+    slow=("balanced", "two_launch", "wide-mla"),
+)
 def test_a_rerun_has_the_same_bits(dev, spec):
     batch = ragged(dev, spec)
     bound = BoundBatch(dev, dev.plan(batch.spec), batch)
@@ -29,9 +30,13 @@ def test_a_rerun_has_the_same_bits(dev, spec):
     assert run(dev, batch).bits == first.bits  # other addresses
 
 
-@pytest.mark.parametrize("split", ["balanced", "fixed"])
-def test_grid_sync_equals_two_launch(dev, split):
-    batch = ragged(dev, replace(BASE, split=split))
+@parametrize_specs(
+    {"balanced": BASE, "fixed": FIXED, "wide-mla": WIDE_MLA, "fixed-wide-mla": replace(WIDE_MLA, split="fixed")},
+    slow=("fixed", "wide-mla"),
+    rare=("fixed-wide-mla",),
+)
+def test_grid_sync_equals_two_launch(dev, spec):
+    batch = ragged(dev, spec)
     twin = replace(batch, spec=replace(batch.spec, reduction="two_launch"))
     grid = common_grid(dev, [batch.spec, twin.spec])
     for blocks in (1, 3, grid) if dev.is_gpu else (3,):
@@ -40,15 +45,16 @@ def test_grid_sync_equals_two_launch(dev, split):
     assert_close(batch, result.out, result.lse)
 
 
-@pytest.mark.parametrize("split", ["balanced", "fixed"])
-def test_layouts_have_the_same_bits(dev, split):
+@parametrize_specs({"balanced": BASE, "fixed": FIXED}, slow=("balanced",))
+def test_layouts_have_the_same_bits(dev, spec):
     """FULL, TREE and PACKED of random trees; CAUSAL and NONE against the masks that say the same."""
-    batch = ragged(dev, replace(BASE, split=split))
-    grid = common_grid(dev, BY_MASK.values()) if split == "balanced" else None
-    layouts = ["full", "packed"] if split == "fixed" else ["full", "tree", "packed"]
+    batch = ragged(dev, spec)
+    is_fixed = spec.split == "fixed"
+    grid = None if is_fixed else common_grid(dev, [replace(s, kernel=spec.kernel) for s in BY_MASK.values()])
+    layouts = ["full", "packed"] if is_fixed else ["full", "tree", "packed"]
     results = [run(dev, batch.with_spec(mask=nv.Mask(mask)), max_blocks=grid) for mask in layouts]
     assert len({r.bits for r in results}) == 1
-    if split == "fixed":
+    if is_fixed:
         return
     counts = np.diff(batch.qo_indptr)
     for mask, make in (("causal", np.tri), ("none", lambda n, dtype: np.ones((n, n), dtype))):
@@ -58,7 +64,11 @@ def test_layouts_have_the_same_bits(dev, split):
         )
 
 
-@parametrize_specs({"gqa": FIXED, "mla": FIXED_MLA})
+@parametrize_specs(
+    {"gqa": FIXED, "mla": replace(SMALL_MLA, split="fixed"), "wide-mla": replace(WIDE_MLA, split="fixed")},
+    slow=("mla",),
+    rare=("wide-mla",),
+)
 def test_fixed_bits_depend_on_the_request_alone(dev, spec):
     """Alone, in a batch, elsewhere in it, padded, on other grids, with a larger plan: the same bits."""
     rng = np.random.default_rng(31)
@@ -66,7 +76,7 @@ def test_fixed_bits_depend_on_the_request_alone(dev, spec):
         spec = replace(spec, max_kv_len=5000)
         batch = random_batch(rng, spec, [4097, 40, 0, 300], [5, 2, 3, 24])
     else:
-        batch = random_batch(rng, spec, [290, 40, 0], [2, 1, 3])
+        batch = random_batch(rng, spec, [several_chunks(dev, spec), 40, 0], [2, 1, 3])
     want = run(dev, batch)
     assert_close(batch, want.out, want.lse)
     qo = batch.qo_indptr
@@ -89,25 +99,27 @@ def test_fixed_bits_depend_on_the_request_alone(dev, spec):
         same(run(dev, pad(rng, pick(batch, [1, 2]), length, 2, slot=slot)), [1, 2])
 
 
-@parametrize_specs({"balanced": BASE, "fixed": FIXED})
+@parametrize_specs({"balanced": BASE, "fixed": FIXED}, slow=("balanced",))
 def test_bits_do_not_depend_on_the_workspace(dev, spec):
     """NaN in a plan's first launch, then what a larger and another batch left there."""
     plan = dev.plan(spec, fresh=True)
-    batch = random_batch(np.random.default_rng(32), spec, [290, 3], [2, 3])
+    batch = random_batch(np.random.default_rng(32), spec, [several_chunks(dev, spec), 3], [2, 3])
     other = random_batch(np.random.default_rng(33), spec, [300, 70, 5], [5, 4, 1])
     first = BoundBatch(dev, plan, batch).run()
     BoundBatch(dev, plan, other).run()
     assert BoundBatch(dev, plan, batch).run().bits == first.bits
 
 
-def test_hidden_keys_do_not_change_bits(dev):
+@parametrize_specs({"gqa": BASE, "wide-mla": WIDE_MLA})
+def test_hidden_keys_do_not_change_bits(dev, spec):
     """A row's bits depend on its visible keys alone: finite, infinite or NaN K and V where nothing is seen."""
     rng = np.random.default_rng(34)
-    batch = random_batch(rng, BASE, [33], [4], trees=[np.eye(4, dtype=bool)])
+    batch = random_batch(rng, spec, [33], [4], trees=[np.eye(4, dtype=bool)])
     want = run(dev, batch, max_blocks=2)
     for value in (0.0, 1e30, np.inf, np.nan):
-        k, v = np.array(batch.k_cache), np.array(batch.v_cache)
-        k[batch.out_cache_loc[2]], v[batch.out_cache_loc[2]] = value, value
-        result = run(dev, replace(batch, k_cache=k, v_cache=v), max_blocks=2)
+        caches = {name: np.array(batch.inputs()[name]) for name in ("k_cache", "v_cache") if name in batch.inputs()}
+        for cache in caches.values():
+            cache[batch.out_cache_loc[2]] = value
+        result = run(dev, replace(batch, **caches), max_blocks=2)
         for row in (0, 1, 3):
             assert result.rows(slice(row, row + 1)) == want.rows(slice(row, row + 1))

@@ -59,16 +59,16 @@ class EmulatorDevice:
     name = "emulator"
     is_gpu = False
 
-    def __init__(self, blocks: int = 4, seed: int = 0):
-        self.blocks, self.seed = blocks, seed
+    def __init__(self, blocks: int = 4, seed: int = 0, cc: tuple[int, int] = (9, 0)):
+        self.blocks, self.seed, self.cc = blocks, seed, cc
 
     @property
     def device(self) -> nv.Emulator:
         """What ``device=`` takes."""
-        return nv.Emulator(self.blocks, self.seed)
+        return nv.Emulator(self.blocks, self.seed, self.cc)
 
     def plan(self, spec: nv.VerifySpec, *, fresh: bool = False, **options) -> nv.VerifyPlan:
-        return _plan((self.name, self.blocks, self.seed), fresh, spec, device=self.device, **options)
+        return _plan((self.name, self.blocks, self.seed, self.cc), fresh, spec, device=self.device, **options)
 
     def upload(self, array: np.ndarray) -> np.ndarray:
         return array.copy()
@@ -172,6 +172,7 @@ class BoundBatch:
     def __init__(self, dev, plan: nv.VerifyPlan, batch: Batch, *, with_lse: bool = True, **replaced):
         """``replaced``: device arrays to bind instead of the batch's own."""
         spec = batch.spec
+        assert spec.kernel == plan.spec.kernel, "tolerances are those of the kernel that runs"
         self.dev, self.plan, self.batch = dev, plan, batch
         self.arrays = {name: dev.upload(a) for name, a in batch.inputs().items()}
         rows = batch.num_tokens

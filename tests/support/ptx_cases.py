@@ -325,10 +325,14 @@ def memory(args):
     cuda.syncthreads()
     ptx.store_shared_u32(base + 4 * i, words[1])
     ptx.store_shared_f32(base + 128 + 4 * i, floats[0])
+    ptx.store_shared_v2_u64(mine + 1024, ptx.load_shared_v2_u64(mine + 512))  # the same, as 64-bit halves
     cuda.syncthreads()
     ptx.store_global_u32(ptx.global_address(args.out_word, i), ptx.load_shared_u32(base + 4 * (31 - i)))
     pair = (ptx.load_shared_f32(base + 128 + 4 * (31 - i)), floats[1])
     ptx.store_global_v2_f32(ptx.global_address(args.out_pair, 2 * i), pair)
+    swapped = ptx.load_shared_v2_u64(next_lane + 1024)
+    args.out_halves[2 * i], args.out_halves[2 * i + 1] = swapped[1], swapped[0]
+    args.out_plain[i] = ptx.load_global_u32(ptx.global_address(args.words, 4 * i + 3))
     two = ptx.load_global_v2_f32(ptx.global_address(args.floats, 2 * i))
     # Lanes that read nothing have an address that is far outside.
     far = ptx.global_address(args.floats, 4 * i if i % 2 else 1 << 50)
@@ -344,6 +348,8 @@ def memory_arrays(rng):
         "floats": rng.integers(-100, 100, 128).astype(np.float32),
         "out_words": np.zeros(128, np.uint32),
         "out_word": np.zeros(32, np.uint32),
+        "out_plain": np.zeros(32, np.uint32),
+        "out_halves": np.zeros(64, np.uint64),
         "out_pair": np.full(64, np.nan, np.float32),
         **floats,
     }
@@ -354,6 +360,9 @@ def check_memory(before, after):
     np.testing.assert_array_equal(after["out_words"].reshape(32, 4), np.roll(words, -1, 0))
     np.testing.assert_array_equal(after["out_floats"].reshape(32, 4), np.roll(floats, -1, 0))
     np.testing.assert_array_equal(after["out_word"], words[::-1, 1])
+    np.testing.assert_array_equal(after["out_plain"], words[:, 3])
+    halves = np.roll(before["floats"].view(np.uint64).reshape(32, 2), -1, 0)
+    np.testing.assert_array_equal(after["out_halves"].reshape(32, 2), halves[:, ::-1])
     np.testing.assert_array_equal(after["out_pair"].reshape(32, 2), [(31 - i, 1) for i in range(32)])
     odd = (np.arange(32) % 2)[:, None]
     np.testing.assert_array_equal(
@@ -491,6 +500,44 @@ def check_named(before, after):
     np.testing.assert_array_equal(after["out"].reshape(ROUNDS, 32), x[:, 32:] + 1000 * x[:, :32])
 
 
+def voting_barriers(args):
+    """Warps 0 and 1 meet at one barrier, 2 and 3 at another; a thread votes for what it finds in a row of ``votes``."""
+    room = cuda.shared.array(0, int32, alignment=128)
+    i, team = cuda.threadIdx.x, cuda.threadIdx.x // 64
+    for turn in range(ROUNDS):
+        room[i] = args.x[128 * turn + i]
+        voted = ptx.barrier_or(1 + team, 64, args.votes[128 * turn + i])
+        args.out[128 * turn + i] = room[64 * team + 63 - i % 64] + 1000 * int32(voted)  # the team's, published
+        ptx.barrier_sync(1 + team, 64)  # before the room is written again
+
+
+def voting_arrays(rng):
+    """Nobody votes, one thread of each team, all of one team, one of the other with bit 31, everybody."""
+    votes = np.zeros((ROUNDS, 128), np.uint32)
+    votes[1, [63, 64]] = 1
+    votes[2, :64] = 7
+    votes[3, 127] = 1 << 31
+    votes[4] = rng.integers(1, 1 << 32, 128)
+    x = rng.integers(0, 1000, 128 * ROUNDS).astype(np.int32)
+    return {"x": x, "votes": votes.reshape(-1), "out": np.zeros(128 * ROUNDS, np.int32)}
+
+
+def check_voting(before, after):
+    x = before["x"].reshape(ROUNDS, 2, 64)[..., ::-1]
+    voted = before["votes"].reshape(ROUNDS, 2, 64).any(-1, keepdims=True)
+    assert voted[..., 0].tolist() == [[False] * 2, [True] * 2, [True, False], [False, True], [True] * 2]
+    np.testing.assert_array_equal(after["out"].reshape(ROUNDS, 2, 64), x + 1000 * voted)
+
+
+def opaque(args):
+    """The number itself, though the compiler could know it: without the instruction this is a store of a constant."""
+    args.out[cuda.threadIdx.x] = ptx.opaque_u32(7) + 3 * ptx.opaque_u32(cuda.threadIdx.x)
+
+
+def check_opaque(before, after):
+    np.testing.assert_array_equal(after["out"], 7 + 3 * np.arange(64))
+
+
 def elect(args):
     args.out[cuda.threadIdx.x] = 1 if ptx.elect_one() else 0
     args.again[cuda.threadIdx.x] = 1 if ptx.elect_one() else 0
@@ -567,9 +614,12 @@ CASES = [
             "ld.shared.v4.f32": 1,
             "st.shared.v4.u32": 1,
             "st.shared.v4.f32": 1,
+            "ld.shared.v2.u64": 2,
+            "st.shared.v2.u64": 1,
+            "ld.global.u32": 1,
             "prefetch.global.L2": 1,
         },
-        shared_bytes=1024,
+        shared_bytes=1536,
     ),
     Case(
         "cp_async",
@@ -616,6 +666,23 @@ CASES = [
         {"bar.arrive": 2},
         threads=128,
         shared_bytes=256,
+    ),
+    Case(
+        "voting barriers",
+        voting_barriers,
+        voting_arrays,
+        check_voting,
+        {"barrier.red.or.pred": 1, "bar.sync": 1},
+        threads=128,
+        shared_bytes=512,
+    ),
+    Case(
+        "opaque",
+        opaque,
+        lambda rng: {"out": np.zeros(64, np.uint32)},
+        check_opaque,
+        {"mov.b32": 2},
+        threads=64,
     ),
     Case("elect", elect, elect_arrays, check_elect, {"elect.sync _|chosen, 0xffffffff": 2}, min_cc=(9, 0), threads=64),
     Case(

@@ -12,7 +12,20 @@ import pytest
 
 import nbverify as nv
 from nbverify.reference import ancestor_mask
-from support.basic import BASE, BY_MASK, CAP, FIXED, FP8, MLA, PREFIX_BYTES, gqa, mla, parametrize_specs
+from support.basic import (
+    BASE,
+    BY_MASK,
+    CAP,
+    FIXED,
+    FP8,
+    MLA,
+    PREFIX_BYTES,
+    WIDE_MLA,
+    gqa,
+    mla,
+    several_chunks,
+    tile_keys,
+)
 from support.batches import (
     assert_close,
     batch_of,
@@ -25,9 +38,10 @@ from support.batches import (
     unused_slots,
 )
 from support.devices import BoundBatch, raw_bits, run
+from support.kernels import on_each_kernel, on_kernels, parametrize_specs
 from support.probes import EPS, assert_bits, assert_needles, bit_probe, needle_probe, visible_slots
 
-LAYOUTS = {mask: BY_MASK[mask] for mask in (nv.Mask.FULL, nv.Mask.TREE, nv.Mask.PACKED)}
+LAYOUTS = {mask.value: BY_MASK[mask] for mask in (nv.Mask.FULL, nv.Mask.TREE, nv.Mask.PACKED)}
 NEEDLE = gqa(4, 2, 48, sm_scale=1.0)
 SIX_NODES = [-1, 0, 0, 1, 1, 2]
 
@@ -45,7 +59,7 @@ def guarded_tail(dev, array, tail):
 # ------------------------------------------------------------------------------------------ B01: mask of a padded batch
 
 
-@parametrize_specs({"balanced": BASE, "fixed": FIXED})
+@parametrize_specs({"balanced": BASE, "fixed": FIXED}, slow=("balanced",))
 @pytest.mark.parametrize("padded_len", [0, 1])
 def test_b01_mask_of_the_live_requests_only(dev, spec, padded_len):
     live = random_batch(np.random.default_rng(101), spec, [5, 2, 7], [3, 3, 3])
@@ -73,7 +87,7 @@ def test_b01_mask_of_the_live_requests_only(dev, spec, padded_len):
             assert (pads[0] == 0).all() and (pads[1] == -np.inf).all()
 
 
-@parametrize_specs(LAYOUTS)
+@parametrize_specs(LAYOUTS, slow=("tree", "packed"))
 def test_b01_bytes_outside_the_segments(dev, spec):
     """Segments in any order, with gaps, in a buffer that is longer: what stands between them is not read."""
     rng = np.random.default_rng(102)
@@ -91,7 +105,7 @@ def test_b01_bytes_outside_the_segments(dev, spec):
 
 
 @pytest.mark.parametrize("start", [-2, 10**6, -(2**40), 2**40], ids=str)
-@parametrize_specs(LAYOUTS)
+@parametrize_specs(LAYOUTS, slow=("tree",))
 def test_b01_positions_outside_the_buffer_are_hidden(dev, spec, start):
     batch = random_batch(np.random.default_rng(103), spec, [2, 3], [2, 3])
     indptr = batch.mask_indptr.copy()
@@ -104,7 +118,7 @@ def test_b01_positions_outside_the_buffer_are_hidden(dev, spec, start):
 # --------------------------------------------------------------------------------------------------- B02: buffer sizes
 
 
-@parametrize_specs({"balanced": BASE, "fixed": FIXED})
+@parametrize_specs({"balanced": BASE, "fixed": FIXED}, slow=("balanced",))
 def test_b02_every_request_at_the_maximum(dev, spec):
     """Buffers of exactly the size that the helper gives, everything full.  Its numbers: tests/host/test_geometry.py."""
     from nbverify.contract import capacity_elements
@@ -121,9 +135,9 @@ def test_b02_every_request_at_the_maximum(dev, spec):
     assert_close(batch, result.out, result.lse)
 
 
-def test_b02_one_over_the_maximum(dev):
+@on_each_kernel(replace(BASE, max_requests=2, max_nodes=4, max_kv_len=40))
+def test_b02_one_over_the_maximum(dev, spec):
     """What the host can see is refused; what only the device knows is clamped, and overruns nothing."""
-    spec = replace(BASE, max_requests=2, max_nodes=4, max_kv_len=40)
     plan = dev.plan(spec, **CAP)
     batch = random_batch(np.random.default_rng(202), spec, [3, 3, 3], [1, 1, 1])
     with pytest.raises(nv.ArgumentError, match="max_requests=2"):
@@ -134,7 +148,7 @@ def test_b02_one_over_the_maximum(dev):
     over = random_batch(np.random.default_rng(204), spec, [37, 60], [5, 2])  # 42 keys, 5 nodes
     BoundBatch(dev, plan, over).run()  # checks the canaries
 
-    spec = replace(BY_MASK[nv.Mask.NONE], max_kv_len=40, max_nodes=30)
+    spec = replace(spec, mask=nv.Mask.NONE)
     over = bit_probe(random_batch(np.random.default_rng(205), spec, [60], [1]))
     result = run(dev, over, **CAP)
     np.testing.assert_allclose(result.lse, np.log(40), rtol=3 * EPS, err_msg="the prefix is cut, the drafts are kept")
@@ -161,11 +175,13 @@ def test_b03_layouts(dev, spec):
         np.testing.assert_allclose(got, want, rtol=2.0**-8)
 
 
-def test_b03_a_mask_of_the_wrong_size(dev):
+@on_each_kernel(BASE)
+def test_b03_a_mask_of_the_wrong_size(dev, spec):
     """``bind`` cannot know today's lengths; the one-call form reads them, and refuses."""
     tree = ancestor_mask(SIX_NODES)
     for prefix, declared, other in ((5, nv.Mask.TREE, nv.Mask.FULL), (5, nv.Mask.FULL, nv.Mask.TREE)):
-        batch = random_batch(np.random.default_rng(302), BY_MASK[declared], [prefix], [6], trees=[tree])
+        spec = replace(spec, mask=declared)
+        batch = random_batch(np.random.default_rng(302), spec, [prefix], [6], trees=[tree])
         wrong, _ = mask_buffers(BY_MASK[other], [prefix], [tree])
         out = dev.upload(np.zeros(batch.q.shape, np.uint16))
         arrays = {name: dev.upload(a) for name, a in batch.inputs().items()}
@@ -177,10 +193,11 @@ def test_b03_a_mask_of_the_wrong_size(dev):
             dev.plan(batch.spec, **CAP).bind(**arrays, out=out)
 
 
-def test_b03_layouts_agree_on_random_trees(dev):
+@on_each_kernel(BASE)
+def test_b03_layouts_agree_on_random_trees(dev, spec):
     rng = np.random.default_rng(303)
     for prefix_lens, counts in (([0, 7], [6, 3]), ([33], [5])):
-        batch = random_batch(rng, BASE, prefix_lens, counts)
+        batch = random_batch(rng, spec, prefix_lens, counts)
         results = [run(dev, batch.with_spec(mask=mask), max_blocks=3) for mask in LAYOUTS]
         assert_close(batch, results[0].out, results[0].lse)
         assert len({r.bits for r in results}) == 1
@@ -189,9 +206,8 @@ def test_b03_layouts_agree_on_random_trees(dev):
 # ---------------------------------------------------------------------------------------------------- B04: packed masks
 
 
-@parametrize_specs(LAYOUTS)
+@parametrize_specs({mask: replace(spec, max_nodes=40) for mask, spec in LAYOUTS.items()}, slow=("tree",))
 def test_b04_chains(dev, spec):
-    spec = replace(spec, max_nodes=40)
     batch = random_batch(np.random.default_rng(401), spec, [4, 1, 2], [3, 5, 33], trees=[chain(n) for n in (3, 5, 33)])
     batch = bit_probe(batch)
     if spec.mask is nv.Mask.FULL:
@@ -204,10 +220,13 @@ def test_b04_chains(dev, spec):
     np.testing.assert_allclose(result.lse[:, 1], want, rtol=3 * EPS, atol=EPS)
 
 
-@pytest.mark.parametrize("n", [1, 31, 32, 33, *(pytest.param(n, marks=pytest.mark.slow) for n in (7, 64, 65))])
-def test_b04_packed_equals_unpacked_and_ignores_tail_bits(dev, n):
-    """Only a few nodes look (the others' rows would cost time): all rows of the mask count all the same."""
-    spec = replace(BY_MASK[nv.Mask.PACKED], max_nodes=65)
+WORD_EDGES = (1, 7, 8, 9, 31, 32, 33, 63, 64, 65)
+SLOW_EDGES = [pytest.param(n, marks=pytest.mark.slow) for n in WORD_EDGES if n not in (1, 31, 32, 33)]
+
+
+@pytest.mark.parametrize("n", [1, 31, 32, 33, *SLOW_EDGES])
+@on_each_kernel(replace(BY_MASK[nv.Mask.PACKED], max_nodes=65))
+def test_b04_packed_equals_unpacked_and_ignores_tail_bits(dev, spec, n):
     rng = np.random.default_rng(402)
     batch = bit_probe(random_batch(rng, spec, [1], [n], trees=[rng.random((n, n)) < 0.6]))
     tail = np.uint32(2**32 - 1) << np.uint32(n % 32) if n % 32 else np.uint32(0)
@@ -224,7 +243,7 @@ def test_b04_packed_equals_unpacked_and_ignores_tail_bits(dev, n):
 
 
 @pytest.mark.parametrize("prefix_len", [0, 1, 13, 15, 16, 17, 31, 32, 33])
-@parametrize_specs(LAYOUTS)
+@parametrize_specs(LAYOUTS, slow=("tree",))
 def test_b05_siblings_are_not_ancestors(dev, spec, prefix_len):
     tree = ancestor_mask([-1, 0, 1, 0, 3])
     batch = bit_probe(random_batch(np.random.default_rng(501), spec, [prefix_len], [5], trees=[tree]))
@@ -234,11 +253,11 @@ def test_b05_siblings_are_not_ancestors(dev, spec, prefix_len):
     np.testing.assert_allclose(result.lse[:, 3], np.log(want), rtol=3 * EPS, atol=EPS)
 
 
-@parametrize_specs(LAYOUTS)
+@parametrize_specs(LAYOUTS, slow=("tree", "packed"))
 def test_b05_every_bit_matters(dev, spec):
     """Flip one mask bit: exactly one row changes."""
     rng = np.random.default_rng(502)
-    n, prefix_len = 5, 30  # keys 30 .. 34: two tiles
+    n, prefix_len = 5, tile_keys(dev, spec) - 2  # the drafts lie in two tiles
     tree = shuffled_tree(rng, n)
     batch = bit_probe(random_batch(rng, spec, [prefix_len], [n], trees=[tree]))
     plan = dev.plan(spec, **CAP)
@@ -256,11 +275,12 @@ def test_b05_every_bit_matters(dev, spec):
         assert_bits(batch, after, visible=visible_slots(replace(batch, trees=[other])))
 
 
-def test_b05_no_causal_shortcut(dev):
+@on_each_kernel(BASE)
+def test_b05_no_causal_shortcut(dev, spec):
     """Children listed before their parents."""
     tree = chain(6)[::-1, ::-1].copy()
     for prefix_len in (0, 30):
-        batch = bit_probe(random_batch(np.random.default_rng(503), BASE, [prefix_len], [6], trees=[tree]))
+        batch = bit_probe(random_batch(np.random.default_rng(503), spec, [prefix_len], [6], trees=[tree]))
         assert_bits(batch, run(dev, batch, **CAP))
 
 
@@ -305,7 +325,14 @@ VAST = {  # spec, slots (c = 3, n = 1), pool slots, slot stride
 assert VAST["mla"][1][1] * 576 < LIMIT < VAST["mla"][1][1] * 576 + 576
 
 
-@pytest.mark.parametrize("spec, slots, num_slots, slot_stride", VAST.values(), ids=VAST.keys())
+@pytest.mark.parametrize(
+    "spec, slots, num_slots, slot_stride",
+    [
+        pytest.param(spec, *pool, id=f"{name}-{spec.kernel}", marks=pytest.mark.slow if name == "gqa-8x128" else ())
+        for name, (given, *pool) in VAST.items()
+        for spec in on_kernels(given)
+    ],
+)
 def test_b06_slots_past_2_31_elements(dev, spec, slots, num_slots, slot_stride):
     batch = random_batch(np.random.default_rng(601), spec, [3], [1])
     plan = dev.plan(spec, **CAP)
@@ -317,15 +344,16 @@ def test_b06_slots_past_2_31_elements(dev, spec, slots, num_slots, slot_stride):
     dev.free()
 
 
-def test_b06_slots_past_2_32_elements(dev):
+@on_each_kernel(BASE)
+def test_b06_slots_past_2_32_elements(dev, spec):
     if not dev.is_gpu:
         slot_stride, num_slots = LIMIT // 1024, 1030  # 4.3 GB a pool: no more than addresses
         slots = [1023, 1024, 1025, 1029]
     else:
         slot_stride, num_slots = LIMIT // 1024, 2060
         slots = [1023, 1024, 2048, 2059]
-    batch = random_batch(np.random.default_rng(602), BASE, [3], [1])
-    plan = dev.plan(BASE, **CAP)
+    batch = random_batch(np.random.default_rng(602), spec, [3], [1])
+    plan = dev.plan(spec, **CAP)
     want = BoundBatch(dev, plan, batch).run()
     for arrays in in_vast_pools(dev, batch, slots, num_slots, slot_stride):
         assert BoundBatch(dev, plan, batch, **arrays).run().bits == want.bits
@@ -333,22 +361,23 @@ def test_b06_slots_past_2_32_elements(dev):
     dev.free()
 
 
-def test_b07_mask_past_2_31(dev):
+@on_each_kernel(BASE)
+def test_b07_mask_past_2_31(dev, spec):
     """Segments may start anywhere: the second one beyond 2^31 bytes."""
-    batch = bit_probe(random_batch(np.random.default_rng(701), BASE, [4, 4], [2, 2]))
+    batch = bit_probe(random_batch(np.random.default_rng(701), spec, [4, 4], [2, 2]))
     starts = [16, LIMIT + 16]
     mask = dev.vast(LIMIT + 4096, "uint8")
     for b, start in enumerate(starts):
         dev.write(mask[start : start + 12], batch.custom_mask[12 * b : 12 * b + 12])
     indptr = dev.upload(np.array([*starts, 0], np.int64))
-    result = BoundBatch(dev, dev.plan(BASE, **CAP), batch, custom_mask=mask, mask_indptr=indptr).run()
+    result = BoundBatch(dev, dev.plan(spec, **CAP), batch, custom_mask=mask, mask_indptr=indptr).run()
     assert_bits(batch, result)
     del mask
     dev.free()
 
 
-def test_b07_a_mask_segment_across_2_31(dev):
-    spec = BY_MASK[nv.Mask.TREE]
+@on_each_kernel(BY_MASK[nv.Mask.TREE])
+def test_b07_a_mask_segment_across_2_31(dev, spec):
     batch = bit_probe(random_batch(np.random.default_rng(702), spec, [4], [5]))
     for limit in (LIMIT, 2 * LIMIT) if dev.is_gpu else (LIMIT,):
         start = limit - 7
@@ -361,10 +390,11 @@ def test_b07_a_mask_segment_across_2_31(dev):
 
 
 @pytest.mark.parametrize("name", ["q", "out", "lse"])
-def test_b07_row_strides_past_2_31(dev, name):
+@on_each_kernel(BASE)
+def test_b07_row_strides_past_2_31(dev, spec, name):
     """Row 8 of q, out or lse begins at 2^31 elements."""
-    batch = random_batch(np.random.default_rng(703), BASE, [3], [10])
-    plan = dev.plan(BASE, **CAP)
+    batch = random_batch(np.random.default_rng(703), spec, [3], [10])
+    plan = dev.plan(spec, **CAP)
     bound = BoundBatch(dev, plan, batch)
     want = bound.run()
     assert_close(batch, want.out, want.lse)
@@ -386,12 +416,12 @@ def test_b07_row_strides_past_2_31(dev, name):
     dev.free()
 
 
-def test_b07_full_masks_of_64_mib(dev):
+@on_each_kernel(replace(PREFIX_BYTES, max_requests=33, max_nodes=64, max_kv_len=2**20))
+def test_b07_full_masks_of_64_mib(dev, spec):
     """33 requests of 2^20 keys that share one list; the last block begins at 2^31."""
     if not dev.is_gpu:
         pytest.skip("2^20 keys: on a GPU only")
-    n, total, num_requests = 64, 2**20, 33
-    spec = replace(PREFIX_BYTES, max_requests=num_requests, max_nodes=n, max_kv_len=total)
+    n, total, num_requests = spec.max_nodes, spec.max_kv_len, spec.max_requests
     counts = [n] + [0] * (num_requests - 2) + [n]
     batch = random_batch(
         np.random.default_rng(704), replace(spec, mask="none", prefix_visible=True), [0] * num_requests, counts
@@ -420,12 +450,18 @@ def test_b07_full_masks_of_64_mib(dev):
     dev.free()
 
 
-def test_b07_scratch_past_2_31_floats(dev):
+@parametrize_specs(
+    {
+        "16-512": gqa(1, 1, 16, head_dim_v=512, split="fixed", max_requests=513, max_nodes=128, max_kv_len=16384),
+        "mla-512-512": mla(1, head_dim_qk=512, split="fixed", max_requests=540, max_nodes=128, max_kv_len=32768),
+    }
+)
+def test_b07_scratch_past_2_31_floats(dev, spec):
     """fixed: the slot of a partial state is its place on the line; 513 requests x 8 units x 64 chunks x 16 x 512."""
     if not dev.is_gpu:
         pytest.skip("8.6 GB of partial states: on a GPU only")
-    num_requests, n, prefix = 513, 128, 16384 - 128
-    spec = gqa(1, 1, 16, head_dim_v=512, split="fixed", max_requests=num_requests, max_nodes=n, max_kv_len=16384)
+    num_requests, n = spec.max_requests, spec.max_nodes
+    prefix = spec.max_kv_len - n
     small = random_batch(np.random.default_rng(705), replace(spec, max_requests=1), [prefix], [n])
     tokens = num_requests * n
     batch = replace(
@@ -445,11 +481,16 @@ def test_b07_scratch_past_2_31_floats(dev):
     want = run(dev, small)
     node = 77  # one row by hand: float64 takes a while for all of them
     slots = visible_slots(small)[node]
-    scores = 0.25 * small.k_cache[slots, 0].astype(float) @ small.q[node, 0].astype(float)
+    k, v = (small.k_cache if x is None else x for x in (small.k_cache, small.v_cache))
+    scores = spec.sm_scale * k[slots, 0].astype(float) @ small.q[node, 0].astype(float)
     weights = np.exp(scores - scores.max())
-    v = small.v_cache[slots, 0].astype(float)
-    np.testing.assert_allclose(want.out[node, 0].astype(float), weights @ v / weights.sum(), rtol=2.0**-8, atol=1e-5)
-    np.testing.assert_allclose(want.lse[node, 0], scores.max() + np.log(weights.sum()), rtol=1e-6)
+    weights /= weights.sum()
+    v = v[slots, 0, : spec.head_dim_v].astype(float)
+    # mma rounds each weight by 2^-8 of itself, independently: see weight_rounding.
+    atol = 1e-5 + (2.0**-7 * np.sqrt((weights**2).sum()) * np.abs(v).max() if spec.kernel == "mma" else 0)
+    np.testing.assert_allclose(want.out[node, 0].astype(float), weights @ v, rtol=2.0**-8, atol=atol)
+    lse = scores.max() + np.log(np.exp(scores - scores.max()).sum())
+    np.testing.assert_allclose(want.lse[node, 0], lse, rtol=1e-6)
     assert result.rows(slice(0, n)) == want.bits
     assert result.rows(slice(tokens - n, tokens)) == want.bits
     assert (result.lse.reshape(num_requests, -1) == want.lse.reshape(1, -1)).all()
@@ -462,9 +503,10 @@ EMPTY_ROW = np.array([[0, 0], [0, 1]], bool)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 4])
-def test_b08_a_row_without_keys(dev, blocks):
+@on_each_kernel(PREFIX_BYTES)
+def test_b08_a_row_without_keys(dev, spec, blocks):
     rng = np.random.default_rng(801)
-    batch = random_batch(rng, PREFIX_BYTES, [3], [2], trees=[EMPTY_ROW])
+    batch = random_batch(rng, spec, [3], [2], trees=[EMPTY_ROW])
     mask = np.zeros((2, 5), np.uint8)
     mask[1, 4] = 1
     batch = replace(batch, custom_mask=mask.ravel())
@@ -475,14 +517,15 @@ def test_b08_a_row_without_keys(dev, blocks):
     np.testing.assert_array_equal(result.out[1], own)
 
 
-@parametrize_specs({"balanced": PREFIX_BYTES, "fixed": replace(PREFIX_BYTES, split="fixed")})
-@pytest.mark.parametrize("seen", [None, 0, 31, 100, 290], ids=str)
+@parametrize_specs({"balanced": PREFIX_BYTES, "fixed": replace(PREFIX_BYTES, split="fixed")}, slow=("balanced",))
+@pytest.mark.parametrize("seen", [None, 0, 31, 100, -2], ids=str)
 def test_b08_empty_states_are_neutral(dev, spec, seen):
     """One key in one split, none in all others, from either side: its V, exactly, however often it is merged."""
-    c, n = 292, 2
+    c, n = several_chunks(dev, spec), 2
     batch = random_batch(np.random.default_rng(802), spec, [c], [n])
     mask = np.zeros((n, c + n), np.uint8)
     if seen is not None:
+        seen %= c  # a key of the prefix: the last ones belong to the last split
         mask[0, seen] = 1
     batch = replace(batch, custom_mask=mask.ravel())
     for blocks in (1, 2, 4) if dev.is_gpu or seen == 100 else (4,):
@@ -493,9 +536,10 @@ def test_b08_empty_states_are_neutral(dev, spec, seen):
             np.testing.assert_array_equal(result.out[0], batch.v_cache[batch.kv_indices[seen]].repeat(2, 0))
 
 
-def test_b08_infinite_v_of_hidden_keys(dev):
+@on_each_kernel(PREFIX_BYTES)
+def test_b08_infinite_v_of_hidden_keys(dev, spec):
     """0 * inf is NaN: hidden keys are skipped, in tiles that others see and in splits that nobody sees."""
-    batch = random_batch(np.random.default_rng(803), PREFIX_BYTES, [70], [2])
+    batch = random_batch(np.random.default_rng(803), spec, [70], [2])
     rng = np.random.default_rng(804)
     mask = (rng.random((2, 72)) < 0.5).astype(np.uint8)
     mask[:, :33] = 0
@@ -509,11 +553,12 @@ def test_b08_infinite_v_of_hidden_keys(dev):
         assert_close(poisoned, result.out, result.lse)
 
 
-@parametrize_specs({"balanced": BASE, "fixed": FIXED})
+@parametrize_specs({"balanced": BASE, "fixed": FIXED}, slow=("balanced",))
 @pytest.mark.parametrize("blocks", [1, 2, 4])
 def test_b09_more_splits_than_keys(dev, spec, blocks):
     """A short call on a fresh workspace (NaN), and after a long one (stale and finite)."""
-    long = random_batch(np.random.default_rng(901), spec, [4096 if dev.is_gpu else 300], [2])
+    length = 4096 if dev.is_gpu else several_chunks(dev, spec)
+    long = random_batch(np.random.default_rng(901), spec, [length], [2])
     if dev.is_gpu:
         spec = replace(spec, max_kv_len=5000)
         long = replace(long, spec=spec)
@@ -527,10 +572,12 @@ def test_b09_more_splits_than_keys(dev, spec, blocks):
     assert BoundBatch(dev, plan, short).run().bits == first.bits
 
 
-@pytest.mark.parametrize("total", [31, 32, 33, 63, 64, 65, 255, 256, 257, 288, 289])
-@parametrize_specs({"balanced": BASE, "fixed": FIXED})
-def test_b09_every_key_once(dev, spec, total):
-    """Count probe at the edges of tiles and chunks."""
+@pytest.mark.parametrize("edge", [-1, 0, 1], ids=lambda edge: f"{edge:+d}")
+@pytest.mark.parametrize("tiles", [1, 2, 8, 9])
+@parametrize_specs({"balanced": BASE, "fixed": FIXED}, slow=("balanced",))
+def test_b09_every_key_once(dev, spec, tiles, edge):
+    """Count probe at the edges of tiles and chunks: ``fixed`` begins its second chunk with the ninth tile."""
+    total = tiles * tile_keys(dev, spec) + edge
     batch = bit_probe(random_batch(np.random.default_rng(903), spec, [total - 1], [1], trees=[chain(1)]))
     assert_bits(batch, run(dev, batch))
 
@@ -565,9 +612,10 @@ def test_b10_rows_of_ragged_requests(dev, spec):
     assert np.ascontiguousarray(dev.download(storage).transpose(1, 0, 2)).tobytes() == want.tobytes()
 
 
-@parametrize_specs({"balanced": BASE, "fixed": FIXED})
+@parametrize_specs({"balanced": BASE, "fixed": FIXED}, slow=("balanced",))
 def test_b10_together_equals_alone(dev, spec):
-    batch = random_batch(np.random.default_rng(1002), spec, [9, 0, 290, 2], [1, 3, 4, 1])
+    lens = [9, 0, several_chunks(dev, spec), 2]
+    batch = random_batch(np.random.default_rng(1002), spec, lens, [1, 3, 4, 1])
     together = run(dev, batch)
     assert_close(batch, together.out, together.lse)
     qo = batch.qo_indptr
@@ -579,7 +627,10 @@ def test_b10_together_equals_alone(dev, spec):
             assert_close(pick(batch, [b]), alone.out, alone.lse)
 
 
-@parametrize_specs({"balanced": BASE, "fixed": FIXED, "tree": BY_MASK[nv.Mask.TREE], "causal": BY_MASK[nv.Mask.CAUSAL]})
+@parametrize_specs(
+    {"balanced": BASE, "fixed": FIXED, "tree": BY_MASK[nv.Mask.TREE], "causal": BY_MASK[nv.Mask.CAUSAL]},
+    slow=("balanced", "tree"),
+)
 @pytest.mark.parametrize("length", [0, 1, -1])
 def test_b11_padded_requests(dev, spec, length):
     """Live requests in a batch padded to 4; a length <= 0 never reads its slot, which holds NaN."""
@@ -609,7 +660,7 @@ def test_b11_padded_requests(dev, spec, length):
     assert pool == {name: dev.download(bound.arrays[name]).tobytes() for name in ("k_cache", "v_cache")}
 
 
-@parametrize_specs({"fixed": FIXED, "balanced": BASE})
+@parametrize_specs({"fixed": FIXED, "balanced": BASE}, slow=("balanced",))
 def test_b11_any_padding_metadata(dev, spec):
     """Lengths, slots, mask starts and positions of padded requests drawn from {0, 1, -1, stale}."""
     rng = np.random.default_rng(1102)
@@ -631,16 +682,38 @@ def test_b11_any_padding_metadata(dev, spec):
             assert_close(live, result.out[:5], result.lse[:5])
 
 
+# --------------------------------------------------------------------------------------------------- B16: small devices
+
+
+@parametrize_specs({"mla": MLA, "gqa-256": gqa(2, 1, 256), "192-128": gqa(4, 2, 192, head_dim_v=128)})
+def test_b16_the_plan_of_a_smaller_device(dev, spec):
+    """With the shared memory of sm_120, on any device.  What fits which budget: tests/host/test_tiles.py."""
+    lens = [500, 77, 0] if dev.is_gpu else [40, 0]
+    batch = random_batch(np.random.default_rng(1601), spec, lens, [5, 3, 1][: len(lens)])
+    plan = dev.plan(spec, shared_limit=101_376, **CAP)
+    assert plan.report().shared_bytes <= 101_376
+    result = BoundBatch(dev, plan, batch).run()
+    assert_close(batch, result.out, result.lse)
+
+
 # ------------------------------------------------------------------------------------------------------ B17: head tails
 
 
 MLA_HEADS = {heads: mla(heads, head_dim_qk=32, head_dim_v=16, sm_scale=1.0) for heads in (1, 4, 12, 20, 127)}
+WIDE_MLA_HEADS = {heads: replace(WIDE_MLA, num_q_heads=heads, sm_scale=1.0) for heads in MLA_HEADS}
 GQA_HEADS = {
     f"{q}x{kv}": gqa(q, kv, 16, sm_scale=1.0) for q, kv in [(12, 4), (20, 4), (5, 1), (7, 1), (28, 4), (40, 8)]
 }
 
 
-@parametrize_specs({**{f"mla-{heads}": spec for heads, spec in MLA_HEADS.items()}, **GQA_HEADS})
+EVERY_HEADS = {
+    **{f"mla-{heads}": spec for heads, spec in MLA_HEADS.items()},
+    **{f"wide-mla-{heads}": spec for heads, spec in WIDE_MLA_HEADS.items()},
+    **GQA_HEADS,
+}
+
+
+@parametrize_specs(EVERY_HEADS, slow=("wide-mla-127", "40x8"))
 @pytest.mark.parametrize("n", [1, 3])
 def test_b17_every_head_finds_its_key(dev, spec, n):
     if spec.num_q_heads * n > 100 and not dev.is_gpu:
@@ -650,12 +723,10 @@ def test_b17_every_head_finds_its_key(dev, spec, n):
     assert_needles(want, run(dev, batch, **({} if dev.is_gpu else CAP)))
 
 
-@parametrize_specs({"mla-12": MLA_HEADS[12], "5x1": GQA_HEADS["5x1"], "12x4": GQA_HEADS["12x4"]})
+@parametrize_specs(EVERY_HEADS, slow=("12x4",), rare=set(EVERY_HEADS) - {"mla-12", "wide-mla-12", "5x1", "12x4"})
 def test_b17_seventeen_nodes(dev, spec):
     """Row tiles that end inside a node."""
-    if spec.num_kv_heads > 1 and not dev.is_gpu:
-        spec = replace(spec, max_nodes=6)
-    n = min(17, spec.max_nodes)
+    n = 17 if dev.is_gpu or (spec.num_kv_heads == 1 and spec.group <= 12) else 6
     batch = random_batch(np.random.default_rng(1702), spec, [8], [n], trees=[np.zeros((n, n), bool)])
     if spec.head_dim_qk < 8 + n:
         keys = np.zeros_like(batch.k_cache)
@@ -664,7 +735,8 @@ def test_b17_seventeen_nodes(dev, spec):
         heads = np.arange(spec.num_q_heads)
         q[:, heads, heads % 8] = 16
         batch = replace(batch, q=q, k_cache=keys)
-        want = batch.v_cache[batch.kv_indices[heads % 8], heads // spec.group][None].repeat(n, 0)
+        v = batch.k_cache if batch.v_cache is None else batch.v_cache
+        want = v[batch.kv_indices[heads % 8], heads // spec.group, : spec.head_dim_v][None].repeat(n, 0)
     else:
         batch, want = needle_probe(batch, np.arange(spec.num_q_heads)[None].repeat(n, 0) % 8)
     assert_needles(want, run(dev, batch))
@@ -679,8 +751,8 @@ def test_b17_heads_that_do_not_divide(heads):
 # ----------------------------------------------------------------------------------------------------------- B20: scale
 
 
-def test_b20_scales(dev):
-    spec = replace(FP8, sm_scale=1.0)
+@on_each_kernel(replace(FP8, sm_scale=1.0))
+def test_b20_scales(dev, spec):
     batch = random_batch(np.random.default_rng(2001), spec, [2], [1], trees=[chain(1)])
     slots = np.concatenate([batch.kv_indices, batch.out_cache_loc])
     q, k, v = np.zeros_like(batch.q), np.array(batch.k_cache), np.array(batch.v_cache)
@@ -749,15 +821,15 @@ def test_b20_scaled_fp8_equals_the_dequantised_pool(dev, spec):
     scaled = run(dev, batch, **CAP)
     assert_close(batch, scaled.out, scaled.lse)
     assert_close(wide, scaled.out, scaled.lse)
-    assert scaled.bits == run(dev, wide, **CAP).bits
+    if spec.kernel == "simt":  # tiles of mma, and with them the order of sums, depend on how wide the cache is
+        assert scaled.bits == run(dev, wide, **CAP).bits
 
 
 # ------------------------------------------------------------------------------------------------------- B21: precision
 
 
-def correctly_rounded(batch, result):
+def correctly_rounded(want, result):
     """(share of outputs that are the float64 result rounded once, relative L2 error)."""
-    want, _ = batch.reference()
     got = result.out.astype(np.float64)
     return (
         (result.out == want.astype(result.out.dtype)).mean(),
@@ -765,26 +837,50 @@ def correctly_rounded(batch, result):
     )
 
 
-def test_b21_error_does_not_grow_with_splits(dev):
-    if dev.is_gpu:
-        spec, lens, blocks = replace(MLA, max_kv_len=70_000), [4096, 65_536], [1, 8, 64]
-    else:
-        spec, lens, blocks = gqa(4, 1, 16, max_nodes=1), [500], [1, 4]
-    for c in lens:
-        batch = random_batch(np.random.default_rng(2101), replace(spec, sm_scale=spec.head_dim_qk**-0.5), [c], [1])
-        shares = []
-        for b in blocks:
-            share, error = correctly_rounded(batch, run(dev, batch, max_blocks=b))
-            assert error <= 2.5e-3
-            shares.append(share)
-        assert min(shares) >= shares[0] - 0.03 and shares[0] > 0.9
+LONG_MLA = mla(8, max_nodes=1, max_kv_len=2**20, sm_scale=576**-0.5)
+SHORT_GQA = gqa(8, 1, 64, max_nodes=1, sm_scale=0.125)
+POOL_ROWS = 65_536  # longer prefixes list their slots again: pools of gigabytes take minutes to draw
 
 
-def test_b21_a_million_keys(dev):
+@pytest.mark.parametrize(
+    "spec, prefix",
+    [
+        pytest.param(spec, prefix, id=f"{prefix}-{spec.kernel}")
+        for given, prefixes in ((SHORT_GQA, [500]), (LONG_MLA, [4096, 262_144, 2**20 - 1]))
+        for spec in on_kernels(given)
+        for prefix in prefixes
+    ],
+)
+def test_b21_error_does_not_grow_with_splits(dev, spec, prefix):
+    """Nor with the length.
+
+    Rounding numbers of any size to bfloat16 moves them by 1.66e-3 of their root mean square: the last rounding of out.
+    Rounding the weights moves out by as much again, independently: 2.35e-3 with mma.
+    """
+    is_short = prefix < 1000
+    if not (dev.is_gpu or is_short):
+        pytest.skip("thousands of keys: on a GPU only")
+    rng = np.random.default_rng(2101)
+    batch = random_batch(rng, spec, [min(prefix, POOL_ROWS)], [1])
+    slots = np.concatenate([batch.kv_indices, rng.choice(batch.kv_indices, max(0, prefix - POOL_ROWS))])
+    batch = replace(batch, kv_indices=slots, kv_indptr=np.array([0, prefix])).with_spec()
+    want, _ = batch.reference()
+    shares = []
+    for blocks in (1, 4) if is_short else (1, 8, 64):
+        share, error = correctly_rounded(want, run(dev, batch, max_blocks=blocks))
+        assert error <= 2.5e-3
+        shares.append(share)
+    assert min(shares) >= shares[0] - 0.03
+    # float32 weights leave the last rounding alone; weights in 16 bits add errors as large as that one.
+    assert shares[0] > (0.9 if spec.kernel == "simt" else 0.4)
+
+
+@on_each_kernel(replace(BASE, max_kv_len=2**20))
+def test_b21_a_million_keys(dev, spec):
     if not dev.is_gpu:
         pytest.skip("2^20 keys: on a GPU only")
     total = 2**20
-    batch = random_batch(np.random.default_rng(2102), replace(BASE, max_kv_len=total), [3], [1], trees=[chain(1)])
+    batch = random_batch(np.random.default_rng(2102), spec, [3], [1], trees=[chain(1)])
     zeros = np.zeros_like(batch.k_cache)
     batch = replace(
         batch,
@@ -803,7 +899,9 @@ def test_b21_a_million_keys(dev):
 # ---------------------------------------------------------------------------------------------------------- B22: poison
 
 
-@parametrize_specs({"bf16": BASE, "fp8": FP8, "tree": BY_MASK[nv.Mask.TREE], "packed": BY_MASK[nv.Mask.PACKED]})
+@parametrize_specs(
+    {"bf16": BASE, "fp8": FP8, "tree": BY_MASK[nv.Mask.TREE], "packed": BY_MASK[nv.Mask.PACKED]}, slow=("packed",)
+)
 def test_b22_only_listed_rows_matter(dev, spec):
     """18 keys; all other pool rows, the ends of the index lists and the mask bytes past the end are poison."""
     clean = random_batch(np.random.default_rng(2201), spec, [12, 1], [4, 1], spare_slots=9, poison=False)
