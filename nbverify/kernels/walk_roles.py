@@ -10,8 +10,8 @@ Who waits for whom, and why that is enough
     tile free          value warps release a tile and fetch the next one into its slot.  A score warp needs no say: it
                        has read all keys of a tile before it hands over that tile's P, which the value warp waits for
     READY[parity]      named barrier: score warps arrive when P of a tile is written, value warps wait for it
-    DONE[parity]       named barrier: value warps arrive when P, and what comes with it, is read; score warps wait for it
-                       before they write P of the next tile but one into the same place
+    DONE[parity]       named barrier: value warps arrive when P, and what comes with it, is read; score warps wait for
+                       it before they write P of the next tile but one into the same place
 Each is used again only when its last phase is over: a score warp arrives at READY of tile i + 2 after it waited at DONE
 of tile i, for which all value warps must have passed READY of tile i; a value warp arrives at DONE of tile i + 2 after
 READY of tile i + 2, for which all score warps must have passed DONE of tile i.  At the end of a segment the score warps

@@ -1,8 +1,8 @@
 """A segment walked by teams: every warp makes scores, weights and outputs of its own rows and keys.
 
 Rounds     Round i multiplies the keys of tile i and makes weights and outputs of tile i - 1: two chains that do not
-           wait for each other, so that the tensor cores have work while exponents are taken.  A segment of n tiles takes
-           n + 1 rounds; the first one's weights and the last one's products are empty.
+           wait for each other, so that the tensor cores have work while exponents are taken.  A segment of n tiles
+           takes n + 1 rounds; the first one's weights and the last one's products are empty.
 
 Who waits for whom, and why that is enough
     tile there, tile free     the ring's two mbarriers a slot (kv_ring.py)
