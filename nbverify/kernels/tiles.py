@@ -337,7 +337,11 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         row_teams = -(-frags // -(-frags // most))
         key_teams = max(1, MAX_WARPS // row_teams)
         widest = 32 if row_teams > MAX_WARPS else 64  # scores of 64 keys: 32 registers
-        shapes = [(1, 0, row_teams, key_teams, max(16, widest // key_teams // n // 16 * 16)) for n in (1, 2, 4)]
+        shapes = []
+        while key_teams > 0:
+            keys = [max(FRAG_KEYS, widest // key_teams // n // FRAG_KEYS * FRAG_KEYS) for n in (1, 2, 4)]
+            shapes += [(1, 0, row_teams, key_teams, n) for n in dict.fromkeys(keys)]
+            key_teams //= 2
     else:
         row_frags = min(frags, MAX_ROLE_FRAGS)
         value_warps = next((n for n in (8, 4, 2) if spec.head_dim_v % (16 * n) == 0), 0)
