@@ -26,7 +26,7 @@ import numpy as np
 import nbverify as nv
 from benchmarks.timing import ROOT, DeviceClock, Times, head, head_line, host_times, save
 from nbverify import compile, contract, launch, reference
-from nbverify.demo import EPS32, rounding_bound, score_rounding
+from nbverify.demo import EPS32, rounding_bound, score_rounding, weight_spread
 from nbverify.presets import preset
 
 SEED = 0
@@ -136,19 +136,21 @@ def largest_error(rng: np.random.Generator, problem: Problem) -> float:
             [problem.slots[request], problem.drafts[request][others], [problem.drafts[request][node]]]
         )
         q, keys = float_of(problem.q_bits[row : row + 1]), float_of(problem.pool_bits[slots])
-        want, want_lse = reference.verify_attention(
-            q=q,
-            k_cache=keys,
-            kv_indptr=[0, len(slots) - 1],
-            kv_indices=np.arange(len(slots) - 1),
-            qo_indptr=[0, 1],
-            out_cache_loc=[len(slots) - 1],
-            sm_scale=SPEC.sm_scale,
-            mask="none",
-            head_dim_v=SPEC.head_dim_v,
-        )
+        inputs = {
+            "q": q,
+            "k_cache": keys,
+            "kv_indptr": [0, len(slots) - 1],
+            "kv_indices": np.arange(len(slots) - 1),
+            "qo_indptr": [0, 1],
+            "out_cache_loc": [len(slots) - 1],
+            "sm_scale": SPEC.sm_scale,
+            "mask": "none",
+            "head_dim_v": SPEC.head_dim_v,
+        }
+        want, want_lse = reference.verify_attention(**inputs)
         error, lse_error = np.abs(out[row] - want[0]), np.abs(lse[row] - want_lse[0])
-        bound = rounding_bound(SPEC, q, keys, keys[..., : SPEC.head_dim_v], want[0])
+        spread = weight_spread(SPEC, inputs, want_lse)
+        bound = rounding_bound(SPEC, q, keys, keys[..., : SPEC.head_dim_v], want, spread)[0]
         lse_bound = score_rounding(SPEC, q, keys) + 4 * EPS32 * np.abs(want_lse[0])
         if not ((error <= bound).all() and (lse_error <= lse_bound).all()):
             raise SystemExit(f"wrong values in row {row}: error {error.max():.3g}, lse {lse_error.max():.3g}; no times")

@@ -1,18 +1,22 @@
 """The demo: on the real fixture in the emulator, its bounds, and which device it takes."""
 
 import json
+import re
 from dataclasses import replace
+from functools import partial
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+import nbverify as nv
 from nbverify import demo, doctor, presets, reference
 from nbverify.cli import main
 from nbverify.demo import choose_device, compare
 from nbverify.doctor import Facts, Gpu
 from nbverify.errors import NbverifyError
 from nbverify.fixture import load_fixture
+from nbverify.spec import KERNELS
 
 NO_GPU = Facts(
     python=(3, 12, 0),
@@ -43,14 +47,20 @@ def layer():
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_command_on_a_small_tree(capsys, monkeypatch):
+each_kernel = pytest.mark.parametrize("kernel", KERNELS)
+
+
+@each_kernel
+def test_command_on_a_small_tree(capsys, monkeypatch, kernel):
+    """With the default kernel, whichever that is, and with the other one."""
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(nv.VerifySpec, "gqa", partial(nv.VerifySpec.gqa, kernel=kernel))
     assert main(["demo", "--device", "emulator", "--nodes", "3", "--seed", "3"]) == 0
     printed, progress = capsys.readouterr()
     for words in ("' def'", "0 █··", "2 ███", "emulator of 5 blocks, seed 3", "tile", "versions", "float64"):
         assert words in printed
     assert printed.count("PASS") == 4 and "FAIL" not in printed
-    assert "emulating 640 CUDA threads" in progress
+    assert re.search(r"emulating \d+ CUDA threads", progress)
 
 
 @pytest.mark.slow
@@ -146,8 +156,9 @@ def test_bound_of_input_rounding_holds_and_tells_a_wrong_mask(layer):
     assert (coarse > 4 * bound).all()  # bfloat16 may differ by more
 
 
-def test_kimi_rows_agree_with_the_masked_reference_and_tell_a_wrong_tree():
-    spec = replace(presets.preset("kimi-k2.6-tp8"), max_requests=1, max_kv_len=200 + presets.MAX_NODES)
+@each_kernel
+def test_kimi_rows_agree_with_the_masked_reference_and_tell_a_wrong_tree(kernel):
+    spec = replace(presets.preset("kimi-k2.6-tp8"), max_requests=1, max_kv_len=233, kernel=kernel)
     inputs, parents = demo.kimi_inputs(spec, 200, seed=5)
     out, _ = reference.verify_attention(**inputs, sm_scale=spec.sm_scale, head_dim_v=512)
     stored = out.astype(ml_dtypes.bfloat16)
@@ -160,9 +171,10 @@ def test_kimi_rows_agree_with_the_masked_reference_and_tell_a_wrong_tree():
         assert not compare("", "", stored[node, list(demo.KIMI_HEADS)], other, allowed).passed
 
 
-def test_kimi_drafts_and_prefix_both_weigh():
+@each_kernel
+def test_kimi_drafts_and_prefix_both_weigh(kernel):
     """A kernel that forgets a node's ancestors, or half of the prefix, is far outside the bound."""
-    spec = replace(presets.preset("kimi-k2.6-tp8"), max_requests=1, max_kv_len=demo.KIMI_PREFIX + presets.MAX_NODES)
+    spec = replace(presets.preset("kimi-k2.6-tp8"), max_requests=1, max_kv_len=40_000, kernel=kernel)
     inputs, parents = demo.kimi_inputs(spec, demo.KIMI_PREFIX, seed=0)
     half = inputs | {"kv_indices": inputs["kv_indices"][: demo.KIMI_PREFIX // 2]}
     node = 1  # has one ancestor, the fewest that can be forgotten

@@ -1,0 +1,323 @@
+"""What the tensor-core kernel does that the plain one does not: fragments, teams, ring slots, weights in 16 bits.
+
+Collected by tests/emulated/test_tensor_core.py and tests/gpu/test_tensor_core.py; the oracle is float64, as everywhere.
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import nbverify as nv
+from nbverify.kernels.tiles import limits_of
+from support.basic import CAP, gqa, mla, soft_cap, tile_keys
+from support.batches import assert_close, random_batch
+from support.devices import BoundBatch, run
+from support.kernels import geometry_for
+from support.probes import assert_bits, bit_probe
+
+MMA = {"kernel": "mma"}
+GQA = gqa(4, 2, 16, **MMA)
+MLA = mla(2, head_dim_qk=288, head_dim_v=64, **MMA)  # the narrowest whose columns are shared among warps
+KIMI = mla(8, max_nodes=9, max_requests=2, **MMA)  # 576 and 512, 72 rows
+BOTH = {"gqa": GQA, "mla": MLA}
+each = pytest.mark.parametrize("spec", BOTH.values(), ids=BOTH)
+BAD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
+each_bad_value = pytest.mark.parametrize(
+    "value", [pytest.param(v, id=name, marks=pytest.mark.slow if name == "-inf" else ()) for name, v in BAD.items()]
+)
+
+
+def slow(*values):
+    """Left to ``make test-all`` and to the GPU."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def with_values(batch, slots, value, *, k=True, v=True):
+    """The batch with ``value`` in all of K, of V, or of both, at some slots.  MLA: V is part of K."""
+    caches = {"k_cache": np.array(batch.k_cache)} if k else {}
+    if batch.v_cache is not None and v:
+        caches["v_cache"] = np.array(batch.v_cache)
+    for cache in caches.values():
+        cache[slots] = value
+    return replace(batch, **caches)
+
+
+def smallest_limit(dev, spec):
+    """The least shared memory that a plan of this spec can do with: few ring slots, that are used again soon."""
+    cc = dev.device.cc if not dev.is_gpu else _capability(dev)
+    for limit in range(8192, limits_of(cc).shared_bytes + 1, 1024):
+        if geometry_for(spec, cc, limit).shared_bytes(spec.max_requests) <= limit:
+            return limit
+    raise AssertionError("no limit serves this spec")
+
+
+def _capability(dev):
+    from nbverify.launch import Device
+
+    return Device(dev.ordinal).cc
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def rows_id(case):
+    nodes, heads, kv_heads = case
+    return f"{nodes}x{heads}" + (f"-{kv_heads}" if kv_heads > 1 else "")
+
+
+QUICK_ROWS = [(9, 8, 1), (17, 3, 1), (9, 9, 3), (16, 1, 1), (17, 1, 1), (33, 1, 1), (65, 1, 1)]
+SLOW_ROWS = [(33, 8, 1), (65, 8, 1), (33, 9, 3), (65, 9, 3), (8, 8, 1), (10, 8, 1), (9, 7, 1), (32, 4, 1), (33, 4, 1)]
+SLOW_ROWS += [(nodes, 1, 1) for nodes in (15, 31, 32, 47, 48, 49, 63, 64, 96, 97, 128, 129, 192, 193)]
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["gqa", "mla"])
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(s, id=rows_id(s)) for s in QUICK_ROWS]
+    + [pytest.param(s, id=rows_id(s), marks=pytest.mark.slow) for s in SLOW_ROWS],
+)
+def test_any_number_of_rows(dev, shape, wide):
+    """nodes x heads on both sides of fragments, teams and row tiles, in a tree as large as the plan allows and smaller.
+
+    Random values, and the bit probe, whose weights are exact in 16 bits.
+    """
+    nodes, heads, kv_heads = shape
+    if wide and kv_heads > 1:
+        pytest.skip("MLA has one KV head")
+    limits = {"max_nodes": nodes, "max_requests": 2, **MMA}
+    spec = mla(heads, head_dim_qk=288, head_dim_v=64, **limits) if wide else gqa(heads, kv_heads, 16, **limits)
+    lens, counts = [tile_keys(dev, spec) - 2, 3], [nodes, max(1, nodes // 2)]
+    batch = random_batch(np.random.default_rng(61), spec, lens, counts)
+    result = run(dev, batch, **CAP)
+    assert_close(batch, result.out, result.lse)
+    probe = bit_probe(batch)
+    assert_bits(probe, run(dev, probe, **CAP))
+
+
+# --------------------------------------------------------------------------------------------------------- key tiles
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *BOTH.values(),
+        slow(replace(GQA, split="fixed")),
+        slow(replace(GQA, mask=nv.Mask.CAUSAL)),
+        slow(replace(MLA, score_mod=soft_cap)),
+    ],
+    ids=[*BOTH, "fixed", "causal", "score_mod"],
+)
+def test_edges_of_key_tiles(dev, spec):
+    """One key in all, whole tiles of prefix and one key more or less, drafts in one tile, in two, and alone in one."""
+    spec = replace(spec, max_requests=16)
+    k = tile_keys(dev, spec)
+    cases = [(0, 1), (1, 1), (0, 5), (k - 1, 1), (k, 1), (k + 1, 1), (k - 3, 5), (k - 5, 5), (k, 5)]
+    cases += [(2 * k - 1, 2), (2 * k, 3), (2 * k + 1, 1), (3 * k - 2, 4)]
+    batch = random_batch(np.random.default_rng(62), spec, *zip(*cases, strict=True))
+    for blocks in (1, 3, None) if dev.is_gpu else (3,):
+        result = run(dev, batch, max_blocks=blocks)
+        assert_close(batch, result.out, result.lse)
+    if spec.score_mod is None:
+        probe = bit_probe(batch)
+        assert_bits(probe, run(dev, probe, max_blocks=3))
+
+
+@each
+@pytest.mark.parametrize("tiles", [1, 2, 3, slow(4), 9, slow(17)])
+def test_segments_of_any_length(dev, spec, tiles):
+    """Shorter than the ring, as long, and going round it; by one block, and by three."""
+    k, limit = tile_keys(dev, spec), smallest_limit(dev, spec)
+    spec = replace(spec, max_kv_len=20 * k)
+    batch = random_batch(np.random.default_rng(63), spec, [tiles * k - 3], [2])
+    for blocks in (1, 3) if dev.is_gpu or tiles < 9 else (1,):
+        result = run(dev, batch, max_blocks=blocks, shared_limit=limit)
+        assert_close(batch, result.out, result.lse)
+
+
+@each
+def test_many_short_segments_of_one_block(dev, spec):
+    """The ring goes on from one segment to the next; a segment of one tile follows one of several."""
+    spec = replace(spec, max_requests=12)
+    k, limit = tile_keys(dev, spec), smallest_limit(dev, spec)
+    lens = [5, 3 * k + 1, 0, k - 2, 2 * k, 1, 1, k + 7, 0, 4]
+    batch = random_batch(np.random.default_rng(64), spec, lens, [1, 2, 3, 1, 5, 1, 2, 1, 1, 3])
+    result = run(dev, batch, max_blocks=1, shared_limit=limit)
+    assert_close(batch, result.out, result.lse)
+
+
+# ------------------------------------------------------------------------------------------- what must not come through
+
+
+@each
+@each_bad_value
+@pytest.mark.parametrize("where", [slow("k"), "v", "both"])
+def test_hidden_drafts(dev, spec, where, value):
+    """0 * NaN is NaN in a product of matrices.  Every other draft is hidden from all nodes; prefix and drafts share a
+    tile, and fill several."""
+    if where != "both" and spec.shared_kv:
+        pytest.skip("V is part of K")
+    tree = np.zeros((6, 6), bool)
+    tree[:, ::2] = np.tri(6, 3, dtype=bool)
+    k = tile_keys(dev, spec)
+    batch = random_batch(np.random.default_rng(65), spec, [k - 3, 4], [6, 6], trees=[tree, tree])
+    want = run(dev, batch, **CAP)
+    assert_close(batch, want.out, want.lse)
+    hidden = batch.out_cache_loc[[1, 3, 5, 7, 9, 11]]
+    bad = with_values(batch, hidden, value, k=where != "v", v=where != "k")
+    assert run(dev, bad, **CAP).bits == want.bits
+
+
+@each
+@each_bad_value
+def test_bad_rows_that_some_nodes_see(dev, spec, value):
+    """It spoils those nodes, and of separate V their column alone; the others keep their bits."""
+    batch = random_batch(np.random.default_rng(66), spec, [5], [4], trees=[np.eye(4, dtype=bool)])
+    want = run(dev, batch, **CAP)
+    slot = batch.out_cache_loc[2]
+    name = "k_cache" if spec.shared_kv else "v_cache"
+    cache = np.array(getattr(batch, name))
+    cache[slot, 0, 7] = value
+    bad = replace(batch, **{name: cache})
+    result = run(dev, bad, **CAP)
+    assert_close(bad, result.out, result.lse)
+    for node in (0, 1, 3):
+        assert result.rows(slice(node, node + 1)) == want.rows(slice(node, node + 1))
+    seen = result.out[2].astype(np.float64)
+    if not spec.shared_kv:
+        assert not np.isfinite(seen[:2, 7]).any() and np.isfinite(np.delete(seen, 7, axis=1)).all()
+        assert np.isfinite(seen[2:]).all(), "the other KV head"
+
+
+@each
+@each_bad_value
+def test_bad_values_of_another_request_in_the_ring(dev, spec, value):
+    """One block: a request whose keys are all bad fills every ring slot; those that come after it end inside a tile,
+    whose rest then still holds what it left."""
+    k, limit = tile_keys(dev, spec), smallest_limit(dev, spec)
+    lens, counts = [9 * k, 3, 0, k + 2, k - 1], [2, 2, 1, 3, 1]
+    spec = replace(spec, max_requests=8)
+    batch = random_batch(np.random.default_rng(67), spec, lens, counts)
+    want = run(dev, batch, max_blocks=1, shared_limit=limit)
+    assert_close(batch, want.out, want.lse)
+    first = np.concatenate([batch.kv_indices[: lens[0]], batch.out_cache_loc[: counts[0]]])
+    result = run(dev, with_values(batch, first, value), max_blocks=1, shared_limit=limit)
+    assert np.isnan(result.out[:2].astype(np.float64)).all()
+    assert result.rows(slice(2, None)) == want.rows(slice(2, None))
+
+
+@each
+def test_rows_that_see_nothing(dev, spec):
+    """In the first tiles, in the last ones, at all: rows that see keys share fragments with them, and NaN is hidden."""
+    spec = replace(spec, prefix_visible=False, max_nodes=8)
+    k, n = tile_keys(dev, spec), 8
+    c = 3 * k - 5
+    batch = random_batch(np.random.default_rng(68), spec, [c], [n])
+    mask = np.zeros((n, c + n), np.uint8)
+    mask[1] = 1  # all
+    mask[2, : k // 2] = 1  # a part of the first tile
+    mask[3, 2 * k :] = 1  # the last tile
+    mask[4, k : 2 * k] = 1  # the middle one
+    mask[5, c + 5] = 1  # itself
+    mask[6, ::16] = 1  # one key of every 16
+    unseen = [0, 7]
+    for blocks in (1, 3):
+        full = replace(batch, custom_mask=mask.ravel())
+        result = run(dev, full, max_blocks=blocks)
+        assert_close(full, result.out, result.lse)
+        assert (result.lse[unseen] == -np.inf).all() and not result.out[unseen].view(np.uint16).any()
+        own = batch.out_cache_loc[5]
+        v = batch.k_cache[own, :, : spec.head_dim_v] if spec.shared_kv else batch.v_cache[own]
+        np.testing.assert_array_equal(result.out[5], v.repeat(spec.group, 0))
+        mask_of_few = mask.copy()
+        mask_of_few[1], mask_of_few[6] = 0, 0
+        some = replace(batch, custom_mask=mask_of_few.ravel())
+        listed = np.concatenate([batch.kv_indices, batch.out_cache_loc])
+        poisoned = with_values(some, listed[~mask_of_few.any(0)], np.nan)
+        result = run(dev, poisoned, max_blocks=blocks)
+        assert_close(poisoned, result.out, result.lse)
+
+
+@each
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_nan_in_a_visible_value_of_little_weight(dev, spec, dtype):
+    """A key that is seen with a weight of 2^-30 beside one of 1: its NaN reaches the row that sees it all the same."""
+    if spec.shared_kv:
+        pytest.skip("a NaN of K is a NaN of the score")
+    spec = replace(spec, dtype=dtype, kv_dtype=dtype, sm_scale=math.log(2))
+    batch = random_batch(np.random.default_rng(69), spec, [3], [2], trees=[np.tri(2, dtype=bool)])
+    q, k, v = np.zeros_like(batch.q), np.zeros_like(batch.k_cache), np.array(batch.v_cache)
+    q[..., 0] = 1
+    k[batch.out_cache_loc[1], :, 0] = -30
+    v[batch.out_cache_loc[1], :, 5] = np.nan
+    batch = replace(batch, q=q, k_cache=k, v_cache=v)
+    result = run(dev, batch, **CAP)
+    assert_close(batch, result.out, result.lse)
+
+
+@each
+def test_a_score_of_minus_infinity_is_a_hidden_key(dev, spec):
+    """Wherever it came from: an infinite K, where all nodes see it, and q of both signs."""
+    k = tile_keys(dev, spec)
+    batch = random_batch(np.random.default_rng(70), spec, [k + 5], [2])
+    cache, q = np.array(batch.k_cache), np.array(batch.q)
+    cache[batch.kv_indices[3], 0, 1] = np.inf  # in the first tile, which hides nothing
+    q[0, :, 1], q[1, :, 1] = -1, 1
+    batch = replace(batch, q=q, k_cache=cache)
+    result = run(dev, batch, **CAP)
+    assert_close(batch, result.out, result.lse)
+
+
+# ------------------------------------------------------------------------------------------- the maximum, raised lazily
+
+RAMPS = {  # log2 of the weights of each tile's keys, by tile
+    "rising by 5": lambda tile: 5 * tile,
+    "rising by 8": lambda tile: 8 * tile,
+    "rising by 9": lambda tile: 9 * tile,
+    "falling by 9": lambda tile: -9 * tile,
+    "up and down": lambda tile: 20 * (tile % 2),
+    "late": lambda tile: 100 * (tile == 3),
+    "below any float": lambda tile: 200 * (tile == 2),
+}
+SLOW_RAMPS = ("rising by 8", "falling by 9", "late", "below any float")
+
+
+@each
+@pytest.mark.parametrize("ramp", ["rising by 5", "rising by 9", "up and down", *map(slow, SLOW_RAMPS)])
+def test_the_running_maximum(dev, spec, ramp):
+    """Weights are powers of two, exact in 16 bits, so that the bound is that of float32 arithmetic.
+
+    Heads 1 and 3 see the negative of what the others see: one row of a fragment is raised while its neighbour is not.
+    """
+    spec = replace(spec, sm_scale=math.log(2))
+    k = tile_keys(dev, spec)
+    c, n = 4 * k - 3, 3
+    batch = random_batch(np.random.default_rng(71), spec, [c], [n], trees=[np.tri(n, dtype=bool)])
+    listed = np.concatenate([batch.kv_indices, batch.out_cache_loc])
+    # MLA: the columns of the score lie behind those of V.
+    column = spec.head_dim_v if spec.shared_kv else 0
+    q, keys = np.zeros_like(batch.q), np.array(batch.k_cache)
+    q[:, ::2, column], q[:, 1::2, column] = 1, -1
+    rng = np.random.default_rng(72)
+    for position, slot in enumerate(listed):
+        keys[slot, :, column] = RAMPS[ramp](position // k) + rng.integers(-3, 1)
+    batch = replace(batch, q=q, k_cache=keys)
+    for blocks in (1, 3):
+        result = run(dev, batch, max_blocks=blocks)
+        assert_close(replace(batch, spec=replace(spec, kernel="simt")), result.out, result.lse)
+
+
+# -------------------------------------------------------------------------------------------------------- model shapes
+
+
+@pytest.mark.slow
+def test_kimi(dev):
+    """72 rows of the real widths, ragged, on more blocks than units."""
+    lens = [700, 3] if dev.is_gpu else [tile_keys(dev, KIMI) + 5, 2]
+    batch = random_batch(np.random.default_rng(73), KIMI, lens, [9, 4])
+    bound = BoundBatch(dev, dev.plan(KIMI, max_blocks=3), batch)
+    result = bound.run()
+    assert_close(batch, result.out, result.lse)
+    bound.poison()
+    assert bound.run().bits == result.bits
