@@ -10,7 +10,8 @@ stands behind the last key), values that are not finite are taken out of the ope
     shared K/V   and nothing more: V is part of the K row, so a row that sees the key has a score that is not finite,
                  and with it a sum that is not: it is spoiled already, in all columns.
     separate V   and added as what they are, inf, -inf or NaN, to the columns of the rows that see the key: two mma of
-                 zeros and ones count who sees one.  No row of a healthy cache goes there.
+                 zeros and ones count who sees one (a weight that the 16-bit type rounds to 0 does not).  No row of a
+                 healthy cache goes there.
 """
 
 import math
