@@ -80,6 +80,7 @@ class GpuBackend:
         self._workspace = {
             "partial_o": launch.DeviceBuffer(self.device, 4 * rows * self._spec.head_dim_v, fill=ALL_BITS),
             "partial_ml": launch.DeviceBuffer(self.device, 4 * rows * 2, fill=ALL_BITS),
+            "arrivals": launch.DeviceBuffer(self.device, 4, fill=0),
         }
         if self._debug:
             self._workspace["findings"] = launch.DeviceBuffer(self.device, NOTHING_FOUND.nbytes)
@@ -159,6 +160,7 @@ class EmulatorBackend:
         self._workspace: dict[str, np.ndarray] = {
             "partial_o": np.full(rows * self._spec.head_dim_v, np.nan, np.float32),
             "partial_ml": np.full(rows * 2, np.nan, np.float32),
+            "arrivals": np.zeros(1, np.uint32),
         }
         if self._debug:
             self._workspace["findings"] = NOTHING_FOUND.flatten()

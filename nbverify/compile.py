@@ -87,6 +87,7 @@ class CompiledKernel:
     """One entry point, ready to load."""
 
     name: str
+    entry: str  # the name in the cubin
     target: str
     parameters: tuple[Parameter, ...]  # what it was compiled for; the launcher compares them with the contract
     ptx: str
@@ -167,12 +168,20 @@ def _compile_now(
     for body, step in zip(bodies, steps(spec, geometry, debug=debug), strict=True):
         if progress:
             progress(f"compiling {body.__name__} for {target.name}")
-        kernels.append(compile_body(body, contract.parameters(spec), target, launch_bounds=(step.threads, 1)))
+        kernels.append(
+            compile_body(
+                body,
+                contract.parameters(spec),
+                target,
+                launch_bounds=(step.threads, 1),
+                cooperative=spec.reduction == "grid_sync" and not step.one_block,
+            )
+        )
     return tuple(kernels)
 
 
 def compile_body(
-    body: Callable, parameters: tuple[Parameter, ...], target: Target, *, launch_bounds: tuple[int, int]
+    body: Callable, parameters: tuple[Parameter, ...], target: Target, *, launch_bounds: tuple[int, int], cooperative: bool
 ) -> CompiledKernel:
     """Compile and link one kernel body with the single parameter ``args``.
 
@@ -184,15 +193,17 @@ def compile_body(
     names = body.__code__.co_varnames[: body.__code__.co_argcount]
     if names != ("args",):
         raise CompileError(f"{body.__name__}: expected one parameter, args (see contract.py), got {names}")
-    name = f"nbverify_{body.__name__}"
-    ptx, cooperative = _compile_ptx(body, parameters, target, launch_bounds)
-    mangled = re.search(r"\.entry\s+([\w$]+)\s*\(", ptx)
+    code = _compile_lto(body, parameters, target, launch_bounds)
+    ptx, _ = _link(code, target, "ptx")
+    cubin, log = _link(code, target, "cubin")
+    mangled = re.search(r"\.entry\s+([\w$]+)\s*\(", ptx.decode())
     if mangled is None:
         raise CompileError(f"{body.__name__}: no entry point in the PTX")
-    ptx = ptx.replace(mangled[1], name)
-    check_parameter_block(name, ptx, parameters)
-    cubin, log = _link(ptx, target, needs_cudadevrt=cooperative)
-    return CompiledKernel(name, target.name, parameters, ptx, cubin, cooperative, _resources(name, log, ptx))
+    entry, name = mangled[1], f"nbverify_{body.__name__}"
+    text = ptx.decode().replace(entry, name)
+    check_parameter_block(name, text, parameters)
+    resources = _resources(name, log.replace(entry, name), text)
+    return CompiledKernel(name, entry, target.name, parameters, text, cubin, cooperative, resources)
 
 
 def check_parameter_block(name: str, ptx: str, parameters: tuple[Parameter, ...]) -> None:
@@ -211,9 +222,9 @@ def _itemsize(dtype: str) -> int:
     return int(re.search(r"\d+$", dtype)[0]) // 8  # type: ignore[index]  # all contract dtypes end in their width
 
 
-def _compile_ptx(
+def _compile_lto(
     body: Callable, parameters: tuple[Parameter, ...], target: Target, launch_bounds: tuple[int, int]
-) -> tuple[str, bool]:
+) -> bytes:
     from numba import cuda
     from numba.cuda import types
 
@@ -224,12 +235,18 @@ def _compile_ptx(
     args_type = types.NamedTuple(fields, contract.args_class())
     with _target_as_device(target):
         try:
-            ptx, _ = cuda.compile(
-                body, (args_type,), device=False, abi="numba", cc=target.cc, launch_bounds=launch_bounds
+            code, _ = cuda.compile(
+                body,
+                (args_type,),
+                device=False,
+                abi="numba",
+                cc=target.cc,
+                launch_bounds=launch_bounds,
+                output="ltoir",
             )
         except Exception as error:
             raise CompileError(f"{body.__name__} for {target.name}: {type(error).__name__}: {error}") from error
-    return ptx, "cudaCGSynchronize" in ptx
+    return code
 
 
 @contextlib.contextmanager
@@ -248,46 +265,44 @@ def _target_as_device(target: Target) -> Iterator[None]:
         dispatcher.get_current_device = original
 
 
-def _link(ptx: str, target: Target, *, needs_cudadevrt: bool) -> tuple[bytes, str]:
+def _link(code: bytes, target: Target, kind: str) -> tuple[bytes, str]:
+    """``code`` as "ptx" or as "cubin", and the linker's report.  The program is complete, and assembled as such."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
-    inputs = [ObjectCode.from_ptx(ptx.encode())]
-    if needs_cudadevrt:
-        from cuda.pathfinder import find_static_lib
-
-        inputs.append(ObjectCode.from_library(find_static_lib("cudadevrt")))
+    options = LinkerOptions(
+        arch=target.name, verbose=True, link_time_optimization=True, ptx=kind == "ptx", ptxas_options=["-v"]
+    )
     try:
-        linker = Linker(*inputs, options=LinkerOptions(arch=target.name, verbose=True, ptxas_options=["-v"]))
+        linker = Linker(ObjectCode.from_ltoir(code), options=options)
         try:
-            return bytes(linker.link("cubin").code), linker.get_info_log()
+            return bytes(linker.link(kind).code), linker.get_info_log()
         finally:
             linker.close()
-    except Exception as error:  # of whichever library did it; PTX is assembled when the linker is made
+    except Exception as error:  # of whichever library did it; some raise when the linker is made
         raise CompileError(f"linking for {target.name}: {error}") from error
 
 
 def _resources(name: str, log: str, ptx: str) -> Resources:
-    """Read the assembler's and the linker's reports, and count the PTX."""
+    """Read the assembler's report, and count the PTX."""
     spills = re.search(
         rf"Function properties for {name}\s[^\n]*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill",
         log,
     )
-    usage = re.search(
-        rf"Function properties for '{name}':\s[^\n]*used (\d+) registers[^\n]*?(\d+) stack, (\d+) bytes smem", log
-    )
+    usage = re.search(r"Used (\d+) registers([^\n]*)", log)
     if usage is None or spills is None:
         raise CompileError(f"{name}: the linker's report has no line for it:\n{log[-2000:]}")
     counts: dict[str, int] = {}
     body = ptx[ptx.index(f".entry {name}") :]
     for opcode in re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z][a-z0-9_.]*[a-z0-9])[\s;]", body, re.M):
         counts[opcode] = counts.get(opcode, 0) + 1
-    registers, stack, shared = (int(x) for x in usage.groups())
+    stack = re.search(r"(\d+) bytes cumulative stack size", usage[2])
+    shared = re.search(r"(\d+) bytes smem", usage[2])
     return Resources(
-        registers=registers,
+        registers=int(usage[1]),
         spill_bytes=int(spills[2]) + int(spills[3]),
         local_bytes=int(spills[1]),
-        stack_bytes=stack,
-        static_shared_bytes=shared,
+        stack_bytes=int(stack[1]) if stack else 0,
+        static_shared_bytes=int(shared[1]) if shared else 0,
         instructions=dict(sorted(counts.items())),
     )
 

@@ -35,7 +35,7 @@ class Buffer:
     """
 
     name: str
-    kind: str  # "rows": 16-bit or fp8 matrix rows; "index"; "mask"; "float": float32; "scratch": the plan's own
+    kind: str  # "rows": 16-bit or fp8 matrix rows; "index"; "mask"; "float": float32; the others are the plan's own
     axes: tuple[str, ...]
     access: str  # "read", "write", or "read, write" for scratch
     note: str
@@ -100,6 +100,10 @@ BUFFERS: tuple[Buffer, ...] = (
         "running maximum (base 2) and sum of a segment's rows; the plan's workspace",
     ),
     Buffer(
+        "arrivals", "counter", ("1",), "read, write",
+        "the grid's barrier (reduce/grid_sync.py); the plan's workspace",
+    ),
+    Buffer(
         "findings", "findings", ("num_checks", "3"), "read, write",
         "what debug=True found: count, position, value per check; absent otherwise",
     ),
@@ -117,7 +121,7 @@ SCALARS: tuple[Scalar, ...] = (
 )
 
 BUFFER: dict[str, Buffer] = {b.name: b for b in BUFFERS}
-CALLER_BUFFERS: tuple[str, ...] = tuple(b.name for b in BUFFERS if b.kind not in ("scratch", "findings"))
+CALLER_BUFFERS: tuple[str, ...] = tuple(b.name for b in BUFFERS if b.kind not in ("scratch", "counter", "findings"))
 
 
 def is_needed(buffer: Buffer, spec: VerifySpec) -> bool | None:
@@ -137,6 +141,8 @@ def accepted_dtypes(buffer: Buffer, spec: VerifySpec) -> tuple[str, ...]:
         return ("uint32", "int32") if spec.mask is Mask.PACKED else ("bool", "uint8")
     if buffer.kind in ("float", "scratch"):
         return ("float32",)
+    if buffer.kind == "counter":
+        return ("uint32",)
     if buffer.kind == "findings":
         return ("int64",)
     if buffer.name in ("k_cache", "v_cache") and spec.is_fp8:
@@ -151,6 +157,7 @@ def storage_dtype(buffer: Buffer, spec: VerifySpec) -> str:
         "mask": "uint32" if spec.mask is Mask.PACKED else "uint8",
         "float": "float32",
         "scratch": "float32",
+        "counter": "uint32",
         "findings": "int64",
         "rows": "uint8" if spec.is_fp8 and buffer.name in ("k_cache", "v_cache") else "uint16",
     }[buffer.kind]
@@ -160,9 +167,8 @@ def alignment_bytes(buffer: Buffer, spec: VerifySpec) -> int:
     """Alignment of the pointer and, in bytes, of every free stride."""
     if buffer.kind == "rows":
         return ROW_ALIGNMENT_BYTES
-    return {"index": 4, "mask": 4 if spec.mask is Mask.PACKED else 1, "float": 4, "scratch": 16, "findings": 8}[
-        buffer.kind
-    ]
+    mask = 4 if spec.mask is Mask.PACKED else 1
+    return {"index": 4, "mask": mask, "float": 4, "scratch": 16, "counter": 4, "findings": 8}[buffer.kind]
 
 
 def dims_of(spec: VerifySpec) -> dict[str, int]:
@@ -250,6 +256,7 @@ def markdown_table() -> str:
         "mask": "bool, uint8; PACKED: uint32, int32",
         "float": "float32",
         "scratch": "float32",
+        "counter": "uint32",
         "findings": "int64",
     }
     for b in BUFFERS:

@@ -334,16 +334,37 @@ def _writable_global(operation: str, address: Any, size: int, alignment: int) ->
     return _global(operation, address, size, alignment, write=True)
 
 
-def load_global_v4_f32_if(address: Any, condition: Any) -> Any:
-    """Zeros, and no look at the address, where the condition is 0."""
-    if _address32(condition) == 0:
-        return (F32(0),) * 4
-    return tuple(_global("load_global_v4_f32_if", address, 16, 16).view(F32))
+def _load_if(name: str, count: int) -> Twin:
+    def load(address: Any, condition: Any) -> Any:
+        if _address32(condition) == 0:
+            return (F32(0),) * count
+        return tuple(_global(name, address, 4 * count, 4 * count).view(F32))
+
+    return load
 
 
 def prefetch_l2(address: Any) -> None:
     """Nothing but the check."""
     _global("prefetch_l2", address, 1, 1)
+
+
+def atomic_add_u32(address: Any, value: Any) -> Any:
+    """Add, and what was there before; others may run first."""
+    me = getcurrent()
+    me.interrupt()
+    me.launch.spins = 0
+    memory = _writable_global("atomic_add_u32", address, 4, 4).view(np.uint32)
+    before = memory[0]
+    memory[0] = _address32(int(before) + int(value))
+    return before
+
+
+def wait_sign_flip(address: Any, before: Any) -> None:
+    """Until the other threads have flipped the sign."""
+    me = getcurrent()
+    memory = _global("wait_sign_flip", address, 4, 4).view(np.uint32)
+    while (int(memory[0]) ^ _address32(before)) >> 31 == 0:
+        me.spin()
 
 
 # --------------------------------------------------------------------------------------------------------------- copies
@@ -384,6 +405,12 @@ class Delivery:
 def cp_async_16(destination: Any, source: Any) -> None:
     """Start to copy 16 bytes."""
     _start_copy("cp_async_16", destination, source, COPY_BYTES)
+
+
+def cp_async_4(destination: Any, source: Any) -> None:
+    """Start to copy 4 bytes."""
+    target = _shared("cp_async_4, destination", destination, 4, 4)
+    _state(getcurrent(), ThreadState).open.append(Copy(target, _global("cp_async_4, source", source, 4, 4)))
 
 
 def cp_async_16_zfill(destination: Any, source: Any, source_bytes: Any) -> None:
@@ -633,8 +660,13 @@ PTX_TWINS: dict[str, Twin] = {
     "pack_f16x2": lambda low, high: _pack(_float16_bits(low), _float16_bits(high)),
     "unpack_e4m3x2": unpack_e4m3x2,
     "divide_u32": lambda dividend, divisor: uint32(_address32(dividend) // _address32(divisor)),
-    "load_global_v4_f32_if": load_global_v4_f32_if,
+    "divide_u64": lambda dividend, divisor: uint64(int(dividend) // int(divisor)),
+    "load_global_v2_f32_if": _load_if("load_global_v2_f32_if", 2),
+    "load_global_v4_f32_if": _load_if("load_global_v4_f32_if", 4),
     "prefetch_l2": prefetch_l2,
+    "atomic_add_u32": atomic_add_u32,
+    "wait_sign_flip": wait_sign_flip,
+    "cp_async_4": cp_async_4,
     "cp_async_16": cp_async_16,
     "cp_async_16_zfill": cp_async_16_zfill,
     "cp_async_commit": cp_async_commit,

@@ -21,9 +21,12 @@ SIMT_WARPS = 4
 SIMT_ROWS_PER_WARP = 4
 SIMT_KEYS_PER_TILE = WARP
 
-# The merge (reduce/merge.py): a row's states are added in runs, and a warp takes this many columns of it at a time.
-MERGE_RUNS = 8
-MERGE_COLUMNS = 256
+# The merge (reduce/merge.py): a row's states are added in at most so many runs, a warp so many columns of it at a time.
+MERGE_RUNS = 12
+MERGE_COLUMNS = 4 * WARP
+MERGE_RUN_BYTES = 4 * MERGE_COLUMNS + 16  # what a run adds up to: columns, m and l
+
+MAX_ITEMS = 2**31 - 1  # of a launch: the work table counts in int32
 
 CHECK_THREADS = 256  # the input checks of debug=True: one block
 
@@ -63,12 +66,12 @@ class Geometry(Protocol):
 
 def table_bytes(max_requests: int) -> int:
     """The work table, see kernels/schedule.py."""
-    return 2 * 8 * (max_requests + 1)
+    return _round_up(2 * 4 * (max_requests + 1), 16)
 
 
-def merge_scratch_bytes() -> int:
-    """Scratch of the merge, at the start of a block's shared memory: what each run adds up to, float32."""
-    return 4 * MERGE_RUNS * (MERGE_COLUMNS + 4)
+def merge_scratch_bytes(warps: int) -> int:
+    """Scratch of the merge, at the start of a block's shared memory: all runs of each group of two warps and more."""
+    return max(1, warps // 2) * MERGE_RUNS * MERGE_RUN_BYTES
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class SimtGeometry:
         weights  [rows, keys]          float32, P of this tile
         states   [rows, 2]             float32, (m, l) of a finished row
         o_tile   [rows, head_dim_v]    float32 accumulators, even columns then odd ones
-        table    [2, max_requests + 1] int64, see kernels/schedule.py
+        table    [2, max_requests + 1] int32, see kernels/schedule.py
     """
 
     rows_per_tile: int
@@ -125,7 +128,7 @@ def simt_geometry(spec: VerifySpec) -> SimtGeometry:
     weights_offset = v_offset + keys * v_stride
     states_offset = weights_offset + rows * keys
     o_offset = states_offset + rows * 2
-    table_offset = _round_up(max(o_offset + rows * spec.head_dim_v, merge_scratch_bytes() // 4), 4)
+    table_offset = _round_up(max(o_offset + rows * spec.head_dim_v, merge_scratch_bytes(SIMT_WARPS) // 4), 4)
     return SimtGeometry(
         rows_per_tile=rows,
         keys_per_tile=keys,
@@ -158,7 +161,7 @@ class Step:
 def steps(spec: VerifySpec, geometry: Geometry, *, debug: bool) -> tuple[Step, ...]:
     """The kernels of a launch, in order; ``kernels.bodies.make_bodies`` makes their bodies in the same order."""
     walk = geometry.shared_bytes(spec.max_requests)
-    merge = merge_scratch_bytes() + table_bytes(spec.max_requests)
+    merge = merge_scratch_bytes(geometry.warps) + table_bytes(spec.max_requests)
     check = (Step("check", CHECK_THREADS, 0, one_block=True),) if debug else ()
     if spec.reduction == "grid_sync":
         return (*check, Step("verify", geometry.threads, walk, one_block=False))
@@ -179,6 +182,18 @@ def check_shared_memory(spec: VerifySpec, geometry: Geometry, limit_bytes: int) 
             f"at most {limit_bytes} bytes of shared memory a block",
             f"{need} bytes: {need - table} for tiles of head_dim_qk={spec.head_dim_qk}, head_dim_v={spec.head_dim_v}, "
             f"{table} for the work table of max_requests={spec.max_requests}",
+        )
+
+
+def check_items(spec: VerifySpec, geometry: Geometry) -> None:
+    """Refuse limits under which a launch may have more items of work (see kernels/schedule.py) than it can count."""
+    items = spec.max_requests * units_per_request(spec, geometry) * -(-spec.max_kv_len // geometry.keys_per_tile)
+    if items > MAX_ITEMS:
+        raise ArgumentError(
+            "spec",
+            f"at most {MAX_ITEMS:,} tiles of keys in a launch",
+            f"{items:,}: max_requests={spec.max_requests} x {units_per_request(spec, geometry)} row units of "
+            f"max_nodes={spec.max_nodes} x max_kv_len={spec.max_kv_len} in tiles of {geometry.keys_per_tile}",
         )
 
 

@@ -289,6 +289,12 @@ def divide_u32(typingctx, dividend, divisor):
     return _emit("div.u32 $0, $1, $2;", u32, (dividend, u32), (divisor, u32), pure=True)
 
 
+@intrinsic
+def divide_u64(typingctx, dividend, divisor):
+    """``dividend // divisor``: u64, u64 -> u64; a routine of the assembler's.  The divisor is not 0."""
+    return _emit("div.u64 $0, $1, $2;", u64, (dividend, u64), (divisor, u64), pure=True)
+
+
 # ----------------------------------------------------------------------------------------------------- loads and stores
 
 
@@ -388,6 +394,16 @@ def load_global_v4_f32_if(typingctx, address, condition):
 
 
 @intrinsic
+def load_global_v2_f32_if(typingctx, address, condition):
+    """``load_global_v2_f32`` where the condition (u32) is not 0; else two zeros, and no access."""
+    text = (
+        "{\n.reg .pred yes;\nsetp.ne.u32 yes, $3, 0;\nmov.f32 $0, 0f00000000;\nmov.f32 $1, 0f00000000;\n"
+        "@yes ld.global.cg.v2.f32 {$0, $1}, [$2];\n}"
+    )
+    return _emit(text, f32x2, (address, u64), (condition, u32), early=True)
+
+
+@intrinsic
 def load_global_v2_f32(typingctx, address):
     """8 bytes, 8-byte aligned, from L2: global -> f32[2].  See ``load_global_v4_u32``."""
     return _emit("ld.global.cg.v2.f32 {$0, $1}, [$2];", f32x2, (address, u64))
@@ -423,7 +439,36 @@ def prefetch_l2(typingctx, address):
     return _emit("prefetch.global.L2 [$0];", types.void, (address, u64))
 
 
+@intrinsic
+def atomic_add_u32(typingctx, address, value):
+    """Add to 4 bytes (global, u32) for all blocks to see; what they held before: -> u32.  The sum wraps.
+
+    What this thread did, or had learned by a barrier, before it is visible to those that see the sum (release), and it
+    sees what was done before the sums that it adds to (acquire).
+    """
+    return _emit("atom.acq_rel.gpu.global.add.u32 $0, [$1], $2;", u32, (address, u64), (value, u32))
+
+
+@intrinsic
+def wait_sign_flip(typingctx, address, before):
+    """Wait until bit 31 of the u32 at ``address`` (global) is not that of ``before``; see what was done before (acquire).
+
+    A loop around ``ld.acquire``.  "Memory Consistency Model".
+    """
+    text = (
+        "{\n.reg .pred same;\n.reg .b32 now;\nagain:\nld.acquire.gpu.global.u32 now, [$0];\n"
+        "xor.b32 now, now, $1;\nsetp.ge.s32 same, now, 0;\n@same bra again;\n}"
+    )
+    return _emit(text, types.void, (address, u64), (before, u32))
+
+
 # ------------------------------------------------------------------------------- asynchronous copies by threads (sm_80)
+
+
+@intrinsic
+def cp_async_4(typingctx, destination, source):
+    """Start a copy of 4 bytes, global to shared: shared, global; both 4-byte aligned.  See ``cp_async_16``."""
+    return _emit("cp.async.ca.shared.global [$0], [$1], 4;", types.void, (destination, u32), (source, u64))
 
 
 @intrinsic

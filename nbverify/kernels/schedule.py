@@ -19,7 +19,9 @@ Numbers of partial states, which are their places in the workspace
     fixed      the item's position on the line.
 
 The work table in shared memory: ``table[0, b]`` items and ``table[1, b]`` units before request b, for b in [0, B].
-Every block makes its own copy: B loads of lengths, one warp scan.  Positions are int64, items can exceed 2^31.
+Every block makes its own copy: B loads of lengths, one warp scan.  Items and units are int32: a plan whose limits allow
+more items is refused (geometry.check_items).  Divisions are those of ``ptx``: Python's ``//`` of two variables is a
+64-bit division that rounds down, some hundred instructions, and every block begins by fetching its instructions cold.
 
 Lengths are signed, and clamped so that no buffer and no workspace is overrun whatever the device buffers hold:
     prefix length < 0   a padding row of a graph: its nodes see nothing (out = 0, lse = -inf), no key is read
@@ -29,8 +31,9 @@ Lengths are signed, and clamped so that no buffer and no workspace is overrun wh
 
 from typing import NamedTuple
 
-from numba import cuda, int64, uint32
+from numba import cuda, int32, int64, uint32, uint64
 
+from nbverify.kernels import ptx
 from nbverify.kernels.geometry import FULL_WARP, MIN_CHUNK_TILES, WARP
 from nbverify.kernels.indices import index_count, load_index
 
@@ -96,31 +99,43 @@ def load_request(args, b):
     return Request(int64(b), prefix_start, prefix_len, token_start, num_nodes, num_keys)
 
 
+@cuda.jit(device=True, forceinline=True)
+def quotient(dividend, divisor):
+    """``dividend // divisor`` of numbers that are not negative and fit int32."""
+    return int32(ptx.divide_u32(dividend, divisor))
+
+
 @cuda.jit(device=True)
 def block_begin(num_items, num_blocks, block):
-    """First item of a block's share."""
-    return block * num_items // num_blocks
+    """``block * num_items // num_blocks``: first item of a block's share.
+
+    In 32 bits: the rest of items / blocks is below the grid's size, and its product with a block's number below 2^32.
+    """
+    each = quotient(num_items, num_blocks)
+    rest = num_items - each * num_blocks
+    return int32(block * each + quotient(block * rest, num_blocks))
 
 
 @cuda.jit(device=True)
 def block_of(num_items, num_blocks, position):
     """The block whose share holds an item: the largest k with ``k * num_items < (position + 1) * num_blocks``."""
-    return ((position + 1) * num_blocks - 1) // num_items
+    dividend = uint64(position + 1) * uint64(num_blocks) - uint64(1)
+    return int32(ptx.divide_u64(dividend, uint64(num_items)))
 
 
 @cuda.jit(device=True)
 def chunk_tiles_of(num_tiles, max_splits):
     """Key tiles of one chunk (fixed): at most ``max_splits`` chunks, none but the last under MIN_CHUNK_TILES."""
-    return max(int64(MIN_CHUNK_TILES), (num_tiles + max_splits - 1) // max_splits)
+    return max(int32(MIN_CHUNK_TILES), quotient(num_tiles + max_splits - 1, max_splits))
 
 
 @cuda.jit(device=True)
 def upper_request(starts, num_requests, position):
     """The request ``b`` with ``starts[b] <= position < starts[b + 1]``; requests without work are never returned."""
-    low, high = int64(0), int64(num_requests)
+    low, high = int32(0), int32(num_requests)
     while high - low > 1:
-        middle = (low + high) // 2
-        if starts[middle] <= position:
+        middle = int32((low + high) >> 1)
+        if starts[uint32(middle)] <= position:
             low = middle
         else:
             high = middle
@@ -145,12 +160,12 @@ def make_schedule(spec, geometry):
 
     @cuda.jit(device=True)
     def num_units(request):
-        return num_kv_heads * ((request.num_nodes * group + rows_per_tile - 1) // rows_per_tile)
+        return int32(num_kv_heads * (uint32(request.num_nodes * group + rows_per_tile - 1) // uint32(rows_per_tile)))
 
     @cuda.jit(device=True)
     def num_tiles(request):
         # A padding row has no key, but one tile: somebody must write its zeros.
-        return max(int64(1), (request.num_keys + keys_per_tile - 1) // keys_per_tile)
+        return int32(max(uint32(1), uint32(request.num_keys + keys_per_tile - 1) // uint32(keys_per_tile)))
 
     @cuda.jit(device=True)
     def items_per_unit(request, max_splits):
@@ -158,85 +173,96 @@ def make_schedule(spec, geometry):
         tiles = num_tiles(request)
         if is_fixed:
             chunk = chunk_tiles_of(tiles, max_splits)
-            return (tiles + chunk - 1) // chunk
+            return quotient(tiles + chunk - 1, chunk)
         return tiles
 
     @cuda.jit(device=True)
     def prepare(args, table):
         """Fill the work table.  All threads of a block call it."""
-        num_requests = args.num_requests
-        items, units = table[: num_requests + 1], table[num_requests + 1 :]
-        thread = cuda.threadIdx.x
+        num_requests, thread = int32(args.num_requests), int32(cuda.threadIdx.x)
         if thread == 0:
-            items[0] = 0
-            units[0] = 0
-        b = int64(thread)
+            table[0] = int32(0)
+            table[uint32(num_requests + 1)] = int32(0)
+        b = thread
         while b < num_requests:
             request = load_request(args, b)
-            units[b + 1] = num_units(request)
-            items[b + 1] = units[b + 1] * items_per_unit(request, args.max_splits)
-            b += threads
-        cuda.syncthreads()  # publishes the counts to the scanning warp
-        if thread < WARP:
-            inclusive_scan(items, num_requests, thread)
-            inclusive_scan(units, num_requests, thread)
+            units = num_units(request)
+            table[uint32(b + 1)] = int32(units * items_per_unit(request, args.max_splits))
+            table[uint32(num_requests + b + 2)] = units
+            b = int32(b + threads)
+        cuda.syncthreads()  # publishes the counts to the scanning warps
+        if thread < 2 * WARP:  # one warp the items, one the units
+            inclusive_scan(table[uint32(thread // WARP * (num_requests + 1)) :], num_requests, int32(thread % WARP))
         cuda.syncthreads()  # publishes the sums to the block
 
     @cuda.jit(device=True)
     def num_active_blocks(args, table):
         """Blocks that share the line: with fewer items than blocks, one item each, and the others idle."""
-        return min(int64(cuda.gridDim.x), table[args.num_requests])
+        return min(int32(cuda.gridDim.x), table[uint32(args.num_requests)])
 
     @cuda.jit(device=True)
     def share(args, table):
-        block, blocks, num_items = int64(cuda.blockIdx.x), num_active_blocks(args, table), table[args.num_requests]
+        block, blocks, num_items = (
+            int32(cuda.blockIdx.x),
+            num_active_blocks(args, table),
+            table[uint32(args.num_requests)],
+        )
         if block >= blocks:
-            return int64(0), int64(0)
+            return int32(0), int32(0)
         return block_begin(num_items, blocks, block), block_begin(num_items, blocks, block + 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def place_of(unit):
+        """KV head and first head row of a unit of a request."""
+        tile = int32(uint32(unit) // uint32(num_kv_heads))
+        return int32(unit - tile * num_kv_heads), int32(tile * rows_per_tile)
 
     @cuda.jit(device=True)
     def segment_at(args, table, position, end):
         """The segment that starts at ``position`` of the line, for a block whose share ends at ``end``."""
         num_requests = args.num_requests
-        items, units = table[: num_requests + 1], table[num_requests + 1 :]
-        b = upper_request(items, num_requests, position)
+        b = upper_request(table, num_requests, position)
         request = load_request(args, b)
         tiles = num_tiles(request)
         per_unit = items_per_unit(request, args.max_splits)
-        unit = (position - items[b]) // per_unit
-        item = (position - items[b]) - unit * per_unit
+        inside = int32(position - table[uint32(b)])
+        unit = quotient(inside, per_unit)
+        item = int32(inside - unit * per_unit)
         if is_fixed:
             chunk = chunk_tiles_of(tiles, args.max_splits)
-            first_tile = item * chunk
-            end_tile = min(tiles, first_tile + chunk)
+            first_tile = int32(item * chunk)
+            end_tile = min(tiles, int32(first_tile + chunk))
             state = position
-            next_position = position + 1
+            next_position = int32(position + 1)
         else:
             first_tile = item
-            end_tile = min(tiles, item + (end - position))
-            state = cuda.blockIdx.x + units[b] + unit
-            next_position = position + (end_tile - first_tile)
+            end_tile = min(tiles, int32(item + (end - position)))
+            state = int32(cuda.blockIdx.x + table[uint32(num_requests + 1 + b)] + unit)
+            next_position = int32(position + (end_tile - first_tile))
         direct = end_tile - first_tile == tiles
-        kv_head, first_row = unit % num_kv_heads, unit // num_kv_heads * rows_per_tile
+        kv_head, first_row = place_of(unit)
         return Segment(request, kv_head, first_row, first_tile, end_tile, direct, state, next_position)
 
     @cuda.jit(device=True)
     def unit_states(args, table, unit_index):
         """The states of the row unit with this index among all units of the batch, in the order of its keys."""
         num_requests = args.num_requests
-        items, units = table[: num_requests + 1], table[num_requests + 1 :]
+        units = table[uint32(num_requests + 1) :]
         b = upper_request(units, num_requests, unit_index)
-        unit = unit_index - units[b]
-        kv_head, first_row = unit % num_kv_heads, unit // num_kv_heads * rows_per_tile
+        unit = int32(unit_index - units[uint32(b)])
+        kv_head, first_row = place_of(unit)
         # Units of one request have equally many items: no lengths are read here.
-        per_unit = (items[b + 1] - items[b]) // (units[b + 1] - units[b])
-        first_item = items[b] + unit * per_unit
+        before = table[uint32(b)]
+        per_unit = quotient(table[uint32(b + 1)] - before, units[uint32(b + 1)] - units[uint32(b)])
+        first_item = int32(before + unit * per_unit)
         if is_fixed:
             return UnitStates(b, kv_head, first_row, first_item, per_unit)
-        blocks = num_active_blocks(args, table)
-        first_block = block_of(items[num_requests], blocks, first_item)
-        last_block = block_of(items[num_requests], blocks, first_item + per_unit - 1)
-        return UnitStates(b, kv_head, first_row, first_block + unit_index, last_block - first_block + 1)
+        blocks, num_items = num_active_blocks(args, table), table[uint32(num_requests)]
+        first_block = block_of(num_items, blocks, first_item)
+        last_block = block_of(num_items, blocks, int32(first_item + per_unit - 1))
+        return UnitStates(
+            b, kv_head, first_row, int32(first_block + unit_index), int32(last_block - first_block + 1)
+        )
 
     return Schedule(prepare, share, segment_at, unit_states)
 
@@ -244,17 +270,17 @@ def make_schedule(spec, geometry):
 @cuda.jit(device=True)
 def inclusive_scan(values, count, lane):
     """``values[1 : count + 1]`` become their running sums.  One whole warp calls it, 32 values at a time."""
-    carry, base = int64(0), int64(0)
+    carry, base = int32(0), int32(0)
     while base < count:
-        value = int64(0)
+        value = int32(0)
         if base + lane < count:
-            value = values[base + lane + 1]
+            value = values[uint32(base + lane + 1)]
         for step in range(5):
             below = cuda.shfl_up_sync(uint32(FULL_WARP), value, 1 << step)
             if lane >= 1 << step:
-                value += below
-        value += carry
+                value = int32(value + below)
+        value = int32(value + carry)
         if base + lane < count:
-            values[base + lane + 1] = value
+            values[uint32(base + lane + 1)] = value
         carry = cuda.shfl_sync(uint32(FULL_WARP), value, WARP - 1)
-        base += WARP
+        base = int32(base + WARP)

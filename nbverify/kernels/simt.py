@@ -31,7 +31,7 @@ import numpy as np
 from numba import cuda, float32, int64, uint32
 
 from nbverify.kernels.formats import make_narrow, make_widen
-from nbverify.kernels.geometry import WARP
+from nbverify.kernels.geometry import WARP, merge_scratch_bytes
 from nbverify.kernels.indices import load_index
 from nbverify.kernels.kv_tiles import make_copy_tile
 from nbverify.kernels.masking import make_finish_score
@@ -57,7 +57,8 @@ def make_bodies(spec, geometry):
     split_phase = make_split_phase(spec, geometry, schedule)
     merge_phase = make_merge_phase(spec, geometry, schedule)
     join = grid_sync if spec.reduction == "grid_sync" else two_launch
-    return join.make_bodies(schedule.prepare, split_phase, merge_phase, geometry.table_offset // 2)
+    scratch = merge_scratch_bytes(geometry.warps)
+    return join.make_bodies(schedule.prepare, split_phase, merge_phase, geometry.table_offset, scratch)
 
 
 def make_split_phase(spec, geometry, schedule):

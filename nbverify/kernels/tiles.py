@@ -75,7 +75,7 @@ class MmaGeometry:
         queries     [score warps, 16]  query rows, padded, but for the columns that are kept in registers
         barriers    [2 stages]  8 bytes each
         segments    [2, SEGMENT_FIELDS]  int64, this segment and the last one (kernels/segments.py)
-        table       [2, max_requests + 1]  int64, see kernels/schedule.py
+        table       [2, max_requests + 1]  int32, see kernels/schedule.py
 
     The first of two dimensions is the parity of the tile.
     """
@@ -291,7 +291,7 @@ class MmaGeometry:
     @property
     def merge_bytes(self) -> int:
         """Scratch of the merge."""
-        return merge_scratch_bytes()
+        return merge_scratch_bytes(self.warps)
 
     @property
     def team_merge_bytes(self) -> int:

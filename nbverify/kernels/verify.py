@@ -20,7 +20,7 @@ Numerics   products exact, sums of mma in float32, P rounded to the 16-bit type,
 from numba import cuda, int32, int64, uint8, uint32
 
 from nbverify.kernels import ptx, walk_roles, walk_teams
-from nbverify.kernels.geometry import FULL_WARP
+from nbverify.kernels.geometry import FULL_WARP, merge_scratch_bytes
 from nbverify.kernels.kv_ring import make_ring
 from nbverify.kernels.schedule import make_schedule
 from nbverify.kernels.segments import NEXT_POSITION, SHARE_END, make_open_segment
@@ -36,7 +36,8 @@ def make_bodies(spec, geometry):
     split_phase = make_split_phase(spec, geometry, schedule)
     merge_phase = make_merge_phase(spec, geometry, schedule)
     join = grid_sync if spec.reduction == "grid_sync" else two_launch
-    return join.make_bodies(schedule.prepare, split_phase, merge_phase, geometry.table_offset // 2)
+    scratch = merge_scratch_bytes(geometry.warps)
+    return join.make_bodies(schedule.prepare, split_phase, merge_phase, geometry.table_offset, scratch)
 
 
 def make_split_phase(spec, geometry, schedule):

@@ -7,34 +7,45 @@ For a row with states (m_s, l_s, o_s), s < S (kernels/softmax.py), in the order 
 
 (-inf, 0, 0) is neutral: a state that saw nothing weighs exactly 0.  If all are, out = 0 and lse = -inf.
 
-Work      an item is (row unit, row, 256 columns).  With few items to a block, the block takes an item together, each
-          warp some of its runs, and shared memory adds the runs up; with many, a warp takes an item alone.  Units that
-          were written directly in phase 1 are skipped.
-Traffic   each partial output is read once, in 16-byte pieces, 8 states of a lane in flight; (m, l) twice an item.
-Numerics  float32.  The S states are cut into at most 8 runs of equal length; a run adds its states in order, and the
-          sums of the runs are added in order.  The cut depends on S alone: reruns, both reductions, and a block or a
-          warp at work, give the same bits.
+Work      A chunk is (row unit, row, 128 columns): 512 bytes of each of the row's states, a load of a warp.  Its states
+          are cut into runs, and a run's loads are all on the way before the first is needed.  With many chunks a warp
+          takes one alone, run after run; with few, the warps of a group take runs of one chunk side by side and one of
+          them adds the runs up.  Units that were written directly in phase 1 are skipped.
+Traffic   Each partial output is read once, from L2; (m, l) once for each 128 columns.
+Numerics  float32.  A run adds its states in order, and the runs are added in order; where a run ends depends on S
+          alone.  So reruns, both reductions, and a group or a warp at work, give the same bits.
 """
 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32, uint64
+from numba.cuda import libdevice
 
 from nbverify.kernels import ptx
 from nbverify.kernels.formats import make_narrow
-from nbverify.kernels.geometry import FULL_WARP, MERGE_COLUMNS, MERGE_RUNS, WARP
-from nbverify.kernels.schedule import load_request
-from nbverify.kernels.softmax import NEG_INF, ZERO, log_sum_exp, normalise, warp_max, weight
+from nbverify.kernels.geometry import MERGE_COLUMNS, MERGE_RUN_BYTES, MERGE_RUNS, WARP
+from nbverify.kernels.schedule import load_request, quotient
+from nbverify.kernels.softmax import NEG_INF, ZERO, log_sum_exp, weight
 
-COLUMNS_PER_LOAD = 4 * WARP
-IN_FLIGHT = 8  # states whose outputs a lane requests before it needs the first
-# Up to so many items a block, a block takes an item together: its warps then wait for memory side by side.
-ITEMS_FOR_A_BLOCK = 3
+IN_FLIGHT = 12  # states that a lane requests at once
+COLUMNS_PER_LANE = 4
+NUM_LOADED, NUM_STATES = COLUMNS_PER_LANE * IN_FLIGHT, 2 * IN_FLIGHT
 
 
 @cuda.jit(device=True, forceinline=True)
 def run_length(num_states):
     """States of a run."""
-    return max(int32(IN_FLIGHT), (num_states + int32(MERGE_RUNS - 1)) // int32(MERGE_RUNS))
+    return max(int32(IN_FLIGHT), int32(uint32(num_states + (MERGE_RUNS - 1)) // uint32(MERGE_RUNS)))
+
+
+@cuda.jit(device=True, forceinline=True)
+def add_state(maximum, total, sums, other_maximum, other_total, others):
+    """Add a state to (maximum, total, sums); gives the new maximum and total.  Columns are updated in place."""
+    ptx.unroll_loops()
+    highest = max(maximum, other_maximum)
+    mine, theirs = weight(maximum, highest), weight(other_maximum, highest)
+    for i in range(COLUMNS_PER_LANE):
+        sums[i] = cuda.fma(theirs, others[i], libdevice.fmul_rn(mine, sums[i]))
+    return highest, cuda.fma(theirs, other_total, libdevice.fmul_rn(mine, total))
 
 
 def make_merge_phase(spec, geometry, schedule):
@@ -42,170 +53,139 @@ def make_merge_phase(spec, geometry, schedule):
 
     Its scratch is the start of the block's shared memory, which phase 1 no longer uses.
     """
-    rows_per_tile, warps, threads = geometry.rows_per_tile, geometry.warps, geometry.threads
+    rows_per_tile, warps = geometry.rows_per_tile, geometry.warps
     head_dim_v, group = spec.head_dim_v, spec.group
-    vectors = 1 if head_dim_v <= COLUMNS_PER_LOAD else 2  # 16-byte pieces a lane has of a row
-    num_sums, num_loaded = 4 * vectors, 4 * vectors * IN_FLIGHT
-    columns_per_item = vectors * COLUMNS_PER_LOAD
-    parts = (head_dim_v + columns_per_item - 1) // columns_per_item
-    items_per_unit = rows_per_tile * parts
-    totals_begin = MERGE_RUNS * MERGE_COLUMNS  # in the scratch: behind the columns
-    state_bytes, ml_words = 4 * rows_per_tile * head_dim_v, 2 * rows_per_tile
+    parts = (head_dim_v + MERGE_COLUMNS - 1) // MERGE_COLUMNS
+    chunks_per_unit = rows_per_tile * parts
+    output_bytes, state_bytes = 4 * rows_per_tile * head_dim_v, 8 * rows_per_tile
     unit_states = schedule.unit_states
     narrow = make_narrow(spec.dtype)
 
     @cuda.jit(device=True, forceinline=True)
-    def row_maximum(args, states, row):
-        """Largest m of a row, in every lane."""
-        maximum = NEG_INF
-        first, s = uint64(states.first_state * ml_words + 2 * row), int32(cuda.threadIdx.x % WARP)
-        while s < int32(states.num_states):
-            maximum = max(maximum, args.partial_ml[first + uint64(s * ml_words)])
-            s = int32(s + WARP)
-        return warp_max(maximum)
+    def add_run(args, states, row, column, run, sums):
+        """``sums`` = weighted outputs of a run, of a lane's columns; gives its (m, l)."""
+        ptx.unroll_loops()
+        length = run_length(int32(states.num_states))
+        begin = int32(run * length)
+        left = min(length, int32(int32(states.num_states) - begin))
+        first = (int64(states.first_state) + begin) * rows_per_tile + row
+        state = ptx.global_address(args.partial_ml, 2 * first)
+        output = ptx.global_address(args.partial_o, first * head_dim_v + column)
+        loaded, these = cuda.local.array(NUM_LOADED, float32), cuda.local.array(NUM_STATES, float32)
+        maximum, total = NEG_INF, ZERO
+        for i in range(COLUMNS_PER_LANE):
+            sums[i] = ZERO
+        while left > 0:
+            for j in range(IN_FLIGHT):
+                is_there = uint32(j < left)
+                x = ptx.load_global_v2_f32_if(state + uint64(j * state_bytes), is_there)
+                these[2 * j], these[2 * j + 1] = x[0] if j < left else NEG_INF, x[1]
+                y = ptx.load_global_v4_f32_if(
+                    output + uint64(j * output_bytes), uint32(j < left and column < head_dim_v)
+                )
+                for i in range(COLUMNS_PER_LANE):
+                    loaded[COLUMNS_PER_LANE * j + i] = y[i]
+            highest = maximum
+            for j in range(IN_FLIGHT):
+                highest = max(highest, these[2 * j])
+            factor = weight(maximum, highest)
+            total = libdevice.fmul_rn(total, factor)
+            for i in range(COLUMNS_PER_LANE):
+                sums[i] = libdevice.fmul_rn(sums[i], factor)
+            for j in range(IN_FLIGHT):  # past the end: 0 times 0
+                w = weight(these[2 * j], highest)
+                total = cuda.fma(w, these[2 * j + 1], total)
+                for i in range(COLUMNS_PER_LANE):
+                    sums[i] = cuda.fma(w, loaded[COLUMNS_PER_LANE * j + i], sums[i])
+            maximum = highest
+            state += uint64(IN_FLIGHT * state_bytes)
+            output += uint64(IN_FLIGHT * output_bytes)
+            left = int32(left - IN_FLIGHT)
+        return maximum, total
 
     @cuda.jit(device=True, forceinline=True)
-    def add_run(args, states, row, column, run, maximum, sums):
-        """``sums`` = weighted outputs of a run, for a lane's columns ``column + 128 v``; returns its weighted l."""
-        ptx.unroll_loops()
-        lane, num_states = int32(cuda.threadIdx.x % WARP), int32(states.num_states)
-        length = run_length(num_states)
-        base = int32(run * length)
-        end = min(num_states, int32(base + length))
-        ml = uint64(states.first_state * ml_words + 2 * row)
-        source = ptx.global_address(args.partial_o, (states.first_state * rows_per_tile + row) * head_dim_v + column)
-        source += uint64(base) * uint64(state_bytes)
-        for i in range(num_sums):
-            sums[i] = ZERO
-        total = ZERO
-        loaded = cuda.local.array(num_loaded, float32)
-        while base < end:  # a lane looks after one state's weight, of 32
-            my_weight, my_total = ZERO, ZERO
-            if base + lane < end:
-                mine = ml + uint64((base + lane) * ml_words)
-                my_weight = weight(args.partial_ml[mine], maximum)
-                my_total = args.partial_ml[mine + uint64(1)]
-            s = int32(0)
-            while s < min(int32(WARP), int32(end - base)):
-                for j in range(IN_FLIGHT):
-                    for v in range(vectors):
-                        is_there = base + s + j < end and column + v * COLUMNS_PER_LOAD < head_dim_v
-                        address = source + uint64(j * state_bytes + v * COLUMNS_PER_LOAD * 4)
-                        x = ptx.load_global_v4_f32_if(address, uint32(is_there))
-                        for i in range(4):
-                            loaded[(j * vectors + v) * 4 + i] = x[i]
-                for j in range(IN_FLIGHT):  # past the end: 0 times 0
-                    w = cuda.shfl_sync(uint32(FULL_WARP), my_weight, s + j)
-                    total = cuda.fma(w, cuda.shfl_sync(uint32(FULL_WARP), my_total, s + j), total)
-                    for i in range(num_sums):
-                        sums[i] = cuda.fma(w, loaded[j * num_sums + i], sums[i])
-                source += uint64(IN_FLIGHT * state_bytes)
-                s = int32(s + IN_FLIGHT)
-            base = int32(base + WARP)
-        return total
+    def write_chunk(args, states, row, column, maximum, total, sums):
+        """A lane's columns of the result."""
+        request = load_request(args, states.request)
+        head_row = uint32(states.first_row + row)
+        token = request.token_start + int64(head_row // uint32(group))
+        head = states.kv_head * group + int64(head_row % uint32(group))
+        factor = ZERO  # of a row that saw nothing
+        if total != ZERO:
+            factor = libdevice.fdiv_rn(args.v_scale, total)
+        if column < head_dim_v:
+            target = uint64((token * args.out_stride_token + head * args.out_stride_head + column) // 2)
+            words = args.out.view(np.uint32)
+            for i in range(2):
+                low = narrow(libdevice.fmul_rn(sums[2 * i], factor))
+                high = narrow(libdevice.fmul_rn(sums[2 * i + 1], factor))
+                words[target + uint64(i)] = low | uint32(high << uint32(16))
+        if column == 0 and args.lse.size > 0:
+            args.lse[token * args.lse_stride_token + head] = log_sum_exp(maximum, total)
 
-    @cuda.jit(device=True)
-    def write_pair(args, states, request, row, column, even, odd, total):
-        """Two columns of a row of the result."""
-        head_row = states.first_row + row
-        token, head = request.token_start + head_row // group, states.kv_head * group + head_row % group
-        target = (token * args.out_stride_token + head * args.out_stride_head + column) // 2
-        low = narrow(normalise(even, total, args.v_scale))
-        high = narrow(normalise(odd, total, args.v_scale))
-        args.out.view(np.uint32)[target] = low | uint32(high << uint32(16))
-
-    @cuda.jit(device=True)
-    def write_lse(args, states, request, row, maximum, total):
-        head_row = states.first_row + row
-        token, head = request.token_start + head_row // group, states.kv_head * group + head_row % group
-        args.lse[token * args.lse_stride_token + head] = log_sum_exp(maximum, total)
-
-    @cuda.jit(device=True)
-    def merge_by_warp(args, states, request, row, part):
-        """One item, one warp."""
-        ptx.unroll_loops()
-        lane = cuda.threadIdx.x % WARP
-        column = part * columns_per_item + 4 * lane
-        maximum, total = row_maximum(args, states, row), ZERO
-        sums, run_sums = cuda.local.array(num_sums, float32), cuda.local.array(num_sums, float32)
-        for i in range(num_sums):
-            sums[i] = ZERO
-        run = int32(0)
-        while run * run_length(int32(states.num_states)) < states.num_states:
-            total += add_run(args, states, row, column, run, maximum, run_sums)
-            for i in range(num_sums):
-                sums[i] += run_sums[i]
-            run = int32(run + 1)
-        for v in range(vectors):
-            for i in range(0, 4, 2):
-                c = column + v * COLUMNS_PER_LOAD + i
-                if c < head_dim_v:
-                    write_pair(args, states, request, row, c, sums[4 * v + i], sums[4 * v + i + 1], total)
-        if part == 0 and lane == 0 and args.lse.size > 0:
-            write_lse(args, states, request, row, maximum, total)
-
-    @cuda.jit(device=True)
-    def merge_by_block(args, states, request, row, part, scratch):
-        """One item, all warps of the block."""
-        ptx.unroll_loops()
-        lane, warp = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP
-        column = part * columns_per_item + 4 * lane
-        maximum = row_maximum(args, states, row)
-        run_sums = cuda.local.array(num_sums, float32)
-        run = int32(warp)
-        while run < MERGE_RUNS:
-            total = add_run(args, states, row, column, run, maximum, run_sums)
-            for v in range(vectors):
-                at = run * MERGE_COLUMNS + v * COLUMNS_PER_LOAD + 4 * lane
-                for i in range(4):
-                    scratch[at + i] = run_sums[4 * v + i]
-            if lane == 0:
-                scratch[totals_begin + run] = total
-            run = int32(run + warps)
-        cuda.syncthreads()  # publishes the runs to the block
-        total = ZERO
-        for run in range(MERGE_RUNS):
-            total += scratch[totals_begin + run]
-        pair = int64(cuda.threadIdx.x)
-        while 2 * pair < min(int64(columns_per_item), head_dim_v - part * columns_per_item):
-            even, odd = ZERO, ZERO
-            for run in range(MERGE_RUNS):
-                even += scratch[run * MERGE_COLUMNS + 2 * pair]
-                odd += scratch[run * MERGE_COLUMNS + 2 * pair + 1]
-            write_pair(args, states, request, row, part * columns_per_item + 2 * pair, even, odd, total)
-            pair += threads
-        if part == 0 and cuda.threadIdx.x == 0 and args.lse.size > 0:
-            write_lse(args, states, request, row, maximum, total)
-        cuda.syncthreads()  # the runs have been read: the next item may overwrite them
+    @cuda.jit(device=True, forceinline=True)
+    def has_row(args, states, row):
+        request = load_request(args, states.request)
+        return states.num_states > 1 and states.first_row + row < request.num_nodes * group
 
     @cuda.jit(device=True)
     def merge_phase(args, table):
-        scratch = cuda.shared.array(0, float32, 16)
-        num_units = table[2 * args.num_requests + 1]
-        worker, workers = int64(cuda.blockIdx.x), int64(cuda.gridDim.x)
-        by_block = num_units * items_per_unit <= ITEMS_FOR_A_BLOCK * workers
-        if not by_block:
-            worker, workers = worker * warps + cuda.threadIdx.x // WARP, workers * warps
-        # Neighbouring items go to one worker: it looks up a unit's states once.
-        item, end = (
-            worker * (num_units * items_per_unit) // workers,
-            (worker + 1) * (num_units * items_per_unit) // workers,
-        )
-        while item < end:
-            unit = item // items_per_unit
+        ptx.unroll_loops()
+        warp, lane, blocks = int32(cuda.threadIdx.x // WARP), int32(cuda.threadIdx.x % WARP), int32(cuda.gridDim.x)
+        num_chunks = int32(table[uint32(2 * args.num_requests + 1)] * chunks_per_unit)
+        share = int32(warps)  # warps that take a chunk together
+        while share > 1 and int64(num_chunks) * share > int64(blocks) * warps:
+            share = int32(share >> 1)
+        groups = quotient(int32(warps), share)
+        group_number = quotient(warp, share)
+        member = int32(warp - group_number * share)
+        scratch = ptx.shared_address(cuda.shared.array(0, float32, 16), 0)
+        scratch = uint32(scratch + uint32(group_number) * uint32(MERGE_RUNS * MERGE_RUN_BYTES))
+        sums, others = cuda.local.array(COLUMNS_PER_LANE, float32), cuda.local.array(COLUMNS_PER_LANE, float32)
+
+        begin = int32(int32(cuda.blockIdx.x) * groups)
+        while begin < num_chunks:
+            chunk = int32(begin + group_number)
+            is_busy = group_number < groups and chunk < num_chunks
+            unit = int32(uint32(min(chunk, int32(num_chunks - 1))) // uint32(chunks_per_unit))
+            inside = uint32(chunk - unit * chunks_per_unit)
+            row, column = int32(inside // uint32(parts)), int32(inside % uint32(parts)) * MERGE_COLUMNS
+            column = int32(column + COLUMNS_PER_LANE * lane)
             states = unit_states(args, table, unit)
-            request = load_request(args, states.request)
-            stop = min(end, (unit + 1) * items_per_unit)
-            if states.num_states > 1:
-                while item < stop:
-                    inside = item - unit * items_per_unit
-                    row, part = inside // parts, inside % parts
-                    if states.first_row + row < request.num_nodes * group:
-                        if by_block:
-                            merge_by_block(args, states, request, row, part, scratch)
-                        else:
-                            merge_by_warp(args, states, request, row, part)
-                    item += 1
-            item = stop
+            is_busy = is_busy and has_row(args, states, row)
+            num_runs = int32(0)
+            if is_busy:
+                length = run_length(int32(states.num_states))
+                num_runs = quotient(states.num_states + length - 1, length)
+            maximum, total = NEG_INF, ZERO
+            for i in range(COLUMNS_PER_LANE):
+                sums[i] = ZERO
+            run = member
+            while run < num_runs:
+                m, t = add_run(args, states, row, column, run, others)
+                if share == 1:
+                    maximum, total = add_state(maximum, total, sums, m, t, others)
+                else:
+                    place = uint32(scratch + uint32(run) * uint32(MERGE_RUN_BYTES))
+                    ptx.store_shared_v4_f32(place + uint32(16 * lane), (others[0], others[1], others[2], others[3]))
+                    ptx.store_shared_f32(place + uint32(4 * MERGE_COLUMNS), m)
+                    ptx.store_shared_f32(place + uint32(4 * MERGE_COLUMNS + 4), t)
+                run = int32(run + share)
+            if share > 1:
+                cuda.syncthreads()  # publishes the runs to the group
+                run = int32(0) if member == 0 else num_runs
+                while run < num_runs:
+                    place = uint32(scratch + uint32(run) * uint32(MERGE_RUN_BYTES))
+                    x = ptx.load_shared_v4_f32(place + uint32(16 * lane))
+                    others[0], others[1], others[2], others[3] = x[0], x[1], x[2], x[3]
+                    m = ptx.load_shared_f32(place + uint32(4 * MERGE_COLUMNS))
+                    t = ptx.load_shared_f32(place + uint32(4 * MERGE_COLUMNS + 4))
+                    maximum, total = add_state(maximum, total, sums, m, t, others)
+                    run = int32(run + 1)
+            if is_busy and member == 0:
+                write_chunk(args, states, row, column, maximum, total, sums)
+            if share > 1:
+                cuda.syncthreads()  # the runs have been read: the next chunk may overwrite them
+            begin = int32(begin + blocks * groups)
 
     return merge_phase
