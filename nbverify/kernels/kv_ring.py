@@ -6,7 +6,8 @@ counted over all its segments, lies in slot i % stages, and each slot has two mb
     full[slot]    completes when all rows of the tile have landed.  Who waits: every warp, before it reads the tile.
                   One arrival a fetching thread, made by the hardware when that thread's copies are complete.
     empty[slot]   completes when all fetching warps have released the tile, one arrival each.  Who waits: every fetching
-                  warp, before it fetches the tile that comes into the slot next.
+                  warp, before it fetches the tile that comes into the slot next.  Roles have a named barrier that says
+                  the same (walk_roles.py) and do without.
 
 No row is read before it is there, none is overwritten while anybody may still read it.  No warp waits for itself: the
 tile that its fetch must find released is one that it has released already, and the others can release it, since its
@@ -15,6 +16,11 @@ rows and those of all earlier tiles were requested before.
 Where the ring stands is one number, the *turn*: 2 * slot + parity of how often the slot was used before.  Full of a
 turn is waited for with its parity; who fetches into a slot waits for empty of the turn before, whose parity is the
 other one, and on a fresh mbarrier that passes.
+
+Indices    Which pool rows a tile consists of is read from the index lists a whole round of the ring before the rows
+           are fetched, by cp.async as well: no thread waits for an index, and none keeps one in a register.  They lie
+           in a ring of their own, each read by the warp that asked for it, once full of the tile that it fetched at the
+           same time has been waited for.  Only the first tiles of a segment wait for theirs.
 
 Rows past the end of a request are not fetched: what their place holds is hidden by the mask, and values.py lets no
 NaN of it through.
@@ -29,20 +35,19 @@ from numba import cuda, int32, int64, uint32, uint64
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
-from nbverify.kernels.kv_tiles import index_of, pool_row
-from nbverify.kernels.segments import PREFIX_INDICES, load_segment
+from nbverify.kernels.kv_tiles import pool_row
+from nbverify.kernels.segments import DRAFT_INDICES, PREFIX_INDICES, load_segment
 
 BARRIER_BYTES = 8
 CHUNK_BYTES = 16  # of a cp.async
+INDEX_BYTES = 4
 
 
 class Ring(NamedTuple):
     """The device functions of a ring."""
 
     init: object
-    fill: object
-    next_indices: object
-    load_index_of: object
+    find_first_rows: object
     fetch: object
     wait_full: object
     release: object
@@ -58,11 +63,13 @@ def make_ring(spec, geometry):
     lanes = geometry.copy_lanes
     k_steps, v_steps = geometry.k_row_bytes // (CHUNK_BYTES * lanes), geometry.v_row_bytes // (CHUNK_BYTES * lanes)
     k_pitch, v_pitch = geometry.k_pitch, geometry.v_pitch
-    slot_bytes, v_offset = geometry.slot_bytes, geometry.v_offset
+    slot_bytes, v_offset, indices_offset = geometry.slot_bytes, geometry.v_offset, geometry.indices_offset
+    index_slot_bytes = INDEX_BYTES * keys_per_tile
     full_offset = geometry.barriers_offset
     empty_offset = full_offset + BARRIER_BYTES * stages
-    separate_v, has_heads = geometry.separate_v, spec.num_kv_heads > 1
+    separate_v, has_heads, has_roles = geometry.separate_v, spec.num_kv_heads > 1, geometry.has_roles
     rows_per_pass, can_suspend = WARP // lanes, geometry.can_suspend
+    num_first_rows = stages * passes
 
     @cuda.jit(device=True, forceinline=True)
     def init(shared):
@@ -85,27 +92,42 @@ def make_ring(spec, geometry):
             ptx.mbarrier_wait(barrier, uint32(turn) & uint32(1))
 
     @cuda.jit(device=True, forceinline=True)
-    def next_indices(me, args, record, tile, indices):
-        """Entries of the index lists (uint32) for this lane's rows of a tile, one a pass; 0 where it has none.
-
-        Nothing is done with them here: their loads have until ``fetch`` to arrive.
-        """
-        ptx.unroll_loops()
-        lane, warp = int32(me.lane), int32(me.warp) - first_warp
-        for i in range(passes):
-            row = int32(warp * copied_rows + i * rows_per_pass + lane // lanes)
-            indices[i] = load_index_of(args, record, tile, min(row, int32(keys_per_tile - 1)))
+    def my_row(me, i):
+        """The row of a tile that this lane has a part in, in pass ``i``; some are past the tile's last."""
+        return int32((int32(me.warp) - first_warp) * copied_rows + i * rows_per_pass + int32(me.lane) // lanes)
 
     @cuda.jit(device=True, forceinline=True)
-    def load_index_of(args, record, tile, row):
-        """Entry of the index lists (uint32) for a row of a tile; 0 past the end of the request."""
-        request, first_key = load_segment(record).request, int32(tile * keys_per_tile)
-        if int32(first_key + keys_per_tile) <= int32(request.prefix_len):  # the way of all tiles but the last ones
-            start, words = uint64(record[PREFIX_INDICES]), uint32(args.kv_indices_words)
-            return ptx.load_global_u32(start + uint64(uint32(first_key + row)) * uint64(words * uint32(4)))
-        if int32(first_key + row) < int32(request.num_keys):
-            return index_of(args, request, int64(first_key + row))
-        return uint32(0)
+    def index_address(args, record, key):
+        """Global address of the low word of a key's entry in the index lists."""
+        drafts = int32(key - int32(load_segment(record).request.prefix_len))
+        if drafts < 0:
+            return uint64(record[PREFIX_INDICES]) + uint64(uint32(key)) * uint64(args.kv_indices_words * INDEX_BYTES)
+        return uint64(record[DRAFT_INDICES]) + uint64(uint32(drafts)) * uint64(args.out_cache_loc_words * INDEX_BYTES)
+
+    @cuda.jit(device=True, forceinline=True)
+    def index_place(shared, turn, row):
+        """Shared address of the index of a row of the tile of turn ``turn``."""
+        return uint32(shared + uint32((turn >> 1) * index_slot_bytes) + uint32(row * INDEX_BYTES + indices_offset))
+
+    @cuda.jit(device=True, forceinline=True)
+    def find_first_rows(me, args, shared, record, turn):
+        """The indices of the first ``stages`` tiles of a segment, all loads side by side."""
+        ptx.unroll_loops()
+        segment = load_segment(record)
+        first_key, last_key = int32(segment.first_tile * keys_per_tile), int32(int32(segment.request.num_keys) - 1)
+        indices = cuda.local.array(num_first_rows, uint32)
+        if last_key >= 0:  # else a padding row, which has no key
+            for d in range(stages):
+                for i in range(passes):
+                    key = min(int32(first_key + d * keys_per_tile + my_row(me, i)), last_key)
+                    indices[d * passes + i] = ptx.load_global_u32(index_address(args, record, key))
+            for d in range(stages):
+                for i in range(passes):
+                    row = my_row(me, i)
+                    if int32(me.lane) % lanes == 0 and row < keys_per_tile:
+                        ptx.store_shared_u32(index_place(shared, turn, row), indices[d * passes + i])
+                turn = next_turn(turn)
+        cuda.syncwarp()  # publishes them to the warp
 
     @cuda.jit(device=True, forceinline=True)
     def copy_row(pool, row, row_stride, kv_head, head_stride, target, piece, steps):
@@ -121,21 +143,22 @@ def make_ring(spec, geometry):
             ptx.cp_async_16(target + uint32(at), source + uint64(at))
 
     @cuda.jit(device=True, forceinline=True)
-    def fetch(me, args, shared, record, tile, indices, free):
+    def fetch(me, args, shared, record, tile, free):
         """Request this warp's rows of a tile into the slot of turn ``free``, when that turn is over.
 
-        ``indices`` are what ``next_indices`` gave for the tile.
+        And the indices of the tile that comes into the slot after it.
         """
         ptx.unroll_loops()
-        lane, warp = int32(me.lane), int32(me.warp) - first_warp
-        segment = load_segment(record)
-        rows = int32(min(int32(int32(segment.request.num_keys) - int32(tile * keys_per_tile)), int32(keys_per_tile)))
-        wait(barrier_of(shared, free, empty_offset), free)
+        lane, segment = int32(me.lane), load_segment(record)
+        rows = int32(int32(segment.request.num_keys) - int32(tile * keys_per_tile))  # from here on, of the request
+        if not has_roles:
+            wait(barrier_of(shared, free, empty_offset), free)
         base = tile_address(shared, free)
         for i in range(passes):
-            row = int32(warp * copied_rows + i * rows_per_pass + lane // lanes)
-            if row < rows:
-                pool = pool_row(args, indices[i])
+            row = my_row(me, i)
+            if row < min(rows, int32(keys_per_tile)):
+                place = index_place(shared, free, row)
+                pool = pool_row(args, ptx.load_shared_u32(place))
                 copy_row(
                     args.k_cache, pool, args.k_cache_stride_slot, segment.kv_head, args.k_cache_stride_head,
                     base + uint32(row * k_pitch), lane % lanes, k_steps,
@@ -145,6 +168,13 @@ def make_ring(spec, geometry):
                         args.v_cache, pool, args.v_cache_stride_slot, segment.kv_head, args.v_cache_stride_head,
                         base + uint32(v_offset + row * v_pitch), lane % lanes, v_steps,
                     )  # fmt: skip
+        cuda.syncwarp()  # all lanes have read the index of their row: it may be overwritten
+        for i in range(passes):
+            row = my_row(me, i)
+            later = int32(row + stages * keys_per_tile)
+            if lane % lanes == 0 and row < keys_per_tile and later < rows:
+                source = index_address(args, record, int32(tile * keys_per_tile + later))
+                ptx.cp_async_4(index_place(shared, free, row), source)
         ptx.cp_async_arrive(barrier_of(shared, free, full_offset))
 
     @cuda.jit(device=True, forceinline=True)
@@ -178,16 +208,4 @@ def make_ring(spec, geometry):
             return int32((turn ^ 1) + 2 * (stages - 1))
         return int32(turn - 2)
 
-    @cuda.jit(device=True, forceinline=True)
-    def fill(me, args, shared, record, first_tile, end_tile, turn, indices):
-        """Request the first tiles of a segment, one less than there are slots; ``indices`` is room for theirs."""
-        tile = first_tile
-        while tile < min(int32(first_tile + (stages - 1)), end_tile):
-            next_indices(me, args, record, tile, indices)
-            fetch(me, args, shared, record, tile, indices, int32(turn ^ 1))
-            turn = next_turn(turn)
-            tile = int32(tile + 1)
-
-    return Ring(
-        init, fill, next_indices, load_index_of, fetch, wait_full, release, tile_address, next_turn, turn_before
-    )
+    return Ring(init, find_first_rows, fetch, wait_full, release, tile_address, next_turn, turn_before)

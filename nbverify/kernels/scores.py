@@ -7,11 +7,11 @@ Layout of scores in a lane: ``s[(r * key_frags + j) * 2 + i]`` is row ``8 r + g`
 ``8 j + 2 t + i``, with g = lane // 4 and t = lane % 4: what mma gives, sorted by row.
 """
 
-import numpy as np
 from numba import cuda, int32, int64, uint32, uint64
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
+from nbverify.kernels.kv_ring import CHUNK_BYTES
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import ZERO
 from nbverify.kernels.tiles import FRAG_ROWS
@@ -26,53 +26,64 @@ def make_multiply(dtype):
 
 
 def make_load_queries(spec, geometry):
-    """``load_queries(me, args, shared, record, first_row, queries)``: a row fragment, once a segment.
+    """``load_queries(me, args, shared, record, turn, first_row, queries)``: a row fragment, once a segment.
 
-    ``first_row`` is the fragment's first row in the row unit.  The first steps go straight to ``queries``: each lane
-    takes the words that the mma wants of it.  The rest, for which there is no register, goes to shared memory as rows.
+    ``first_row`` is the fragment's first row in the row unit.  The rows come by cp.async into slots of the ring that
+    are not used yet, the last ones from turn ``turn`` on, and from there as operands into ``queries``.  The steps for
+    which there is no register lie as fragments in shared memory, each lane its own 16 bytes.  No other warp takes part.
     A row past the end reads some other row: it is computed and not written.
     """
-    kept, rest = geometry.query_steps_kept, geometry.query_rest
-    group, queries_offset, pitch = spec.group, geometry.queries_offset, geometry.queries_pitch
+    steps, kept, rest = geometry.query_steps, geometry.query_steps_kept, geometry.query_rest
+    stages, keys_per_tile, slot_bytes, pitch = (
+        geometry.stages, geometry.keys_per_tile, geometry.slot_bytes, geometry.k_pitch,
+    )  # fmt: skip
+    first_slot = stages - geometry.staging_slots
+    rows_per_slot = slot_bytes // pitch
+    group, queries_offset, lanes = spec.group, geometry.queries_offset, geometry.copy_lanes
+    rows_per_pass, copies = WARP // lanes, geometry.k_row_bytes // (CHUNK_BYTES * lanes)
 
     @cuda.jit(device=True, forceinline=True)
-    def row_start(args, segment, row):
-        """Where a query row starts, in elements."""
+    def place(shared, turn, row):
+        """Where a query row waits: row ``row`` of the rows of all warps."""
+        slot = uint32(uint32(turn >> 1) + uint32(first_slot) + uint32(row) // uint32(rows_per_slot)) % uint32(stages)
+        return uint32(shared + slot * uint32(slot_bytes) + uint32(row) % uint32(rows_per_slot) * uint32(pitch))
+
+    @cuda.jit(device=True, forceinline=True)
+    def row_address(args, segment, row):
+        """Where a query row starts."""
         request = segment.request
-        head_row, num_rows = segment.first_row + row, request.num_nodes * group
+        head_row, num_rows = int32(int32(segment.first_row) + row), int32(request.num_nodes * group)
         if head_row >= num_rows:  # not all the same row: many blocks would ask one place in L2 for it
-            head_row = segment.first_row + row % max(int64(1), num_rows - segment.first_row)
-        token, head = request.token_start + head_row // group, segment.kv_head * group + head_row % group
-        return token * args.q_stride_token + head * args.q_stride_head
+            here = uint32(max(int32(1), int32(num_rows - int32(segment.first_row))))
+            head_row = int32(int32(segment.first_row) + int32(uint32(row) - ptx.divide_u32(row, here) * here))
+        token = request.token_start + int64(uint32(head_row) // uint32(group))
+        head = segment.kv_head * group + int64(uint32(head_row) % uint32(group))
+        return ptx.global_address(args.q, token * args.q_stride_token + head * args.q_stride_head)
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_rest(me, args, shared, segment, first_row):
-        """Two lanes a row, 16 bytes each."""
+    def load_queries(me, args, shared, record, turn, first_row, queries):
         ptx.unroll_loops()
-        lane, warp = int32(me.lane), int32(me.warp)
-        start = row_start(args, segment, first_row + lane // 2)
-        source = ptx.global_address(args.q, start + 16 * kept + lane % 2 * 8)
-        target = shared + uint32(queries_offset + (warp * FRAG_ROWS + lane // 2) * pitch + lane % 2 * 16)
-        for k in range(rest):
-            ptx.cp_async_16(target + uint32(32 * k), source + uint64(32 * k))
+        lane, segment = int32(me.lane), load_segment(record)
+        piece, own_rows = int32(lane % lanes * CHUNK_BYTES), int32(me.warp) * int32(FRAG_ROWS)
+        for start in range(0, FRAG_ROWS, rows_per_pass):
+            row = int32(start + lane // lanes)
+            source = row_address(args, segment, int32(first_row + row)) + uint64(piece)
+            target = uint32(place(shared, turn, int32(own_rows + row)) + uint32(piece))
+            for i in range(copies):
+                at = i * lanes * CHUNK_BYTES
+                ptx.cp_async_16(target + uint32(at), source + uint64(at))
         ptx.cp_async_commit()
-
-    @cuda.jit(device=True, forceinline=True)
-    def load_queries(me, args, shared, record, first_row, queries):
-        ptx.unroll_loops()
-        lane = int32(me.lane)
-        segment, words = load_segment(record), args.q.view(np.uint32)
-        if rest > 0:
-            copy_rest(me, args, shared, segment, first_row)
-        # Unsigned: of a signed index the compiler would keep Python's wraparound (see simt.py).
-        upper = uint64(row_start(args, segment, first_row + lane // 4) // 2 + lane % 4)
-        lower = uint64(row_start(args, segment, first_row + 8 + lane // 4) // 2 + lane % 4)
-        for k in range(kept):
-            queries[4 * k], queries[4 * k + 1] = words[upper + uint64(8 * k)], words[lower + uint64(8 * k)]
-            queries[4 * k + 2], queries[4 * k + 3] = words[upper + uint64(8 * k + 4)], words[lower + uint64(8 * k + 4)]
-        if rest > 0:
-            ptx.cp_async_wait(NONE_PENDING)
-            cuda.syncwarp()  # publishes the rest to the warp
+        ptx.cp_async_wait(NONE_PENDING)
+        cuda.syncwarp()  # publishes the rows to the warp
+        # Rows 0-7 and 8-15 of the first 8 columns, then of the next 8.
+        rows = place(shared, turn, int32(own_rows + lane % 16)) + uint32(lane // 16 * 16)
+        mine = uint32(shared + me.warp * uint32(rest * FRAG_BYTES) + me.lane * uint32(16) + uint32(queries_offset))
+        for k in range(steps):
+            x = ptx.ldmatrix_x4(rows + uint32(32 * k))
+            if k < kept:
+                queries[4 * k], queries[4 * k + 1], queries[4 * k + 2], queries[4 * k + 3] = x[0], x[1], x[2], x[3]
+            else:
+                ptx.store_shared_v4_u32(mine + uint32((k - kept) * FRAG_BYTES), x)
 
     return load_queries
 
@@ -87,11 +98,11 @@ def make_multiply_keys(spec, geometry):
 
     ``tile`` is the address of the tile's K rows.  A call that begins with step 0 starts the sums anew.
     """
-    steps, kept = geometry.query_steps, geometry.query_steps_kept
+    steps, kept, rest = geometry.query_steps, geometry.query_steps_kept, geometry.query_rest
     key_frags, team_keys, row_teams, has_roles = (
         geometry.key_frags, geometry.team_keys, geometry.row_teams, geometry.has_roles,
     )  # fmt: skip
-    k_pitch, queries_offset, queries_pitch = geometry.k_pitch, geometry.queries_offset, geometry.queries_pitch
+    k_pitch, queries_offset = geometry.k_pitch, geometry.queries_offset
     row_stride, key_pairs = 2 * key_frags, key_frags // 2
     step_registers, ahead = step_registers_of(geometry), geometry.steps_ahead
     multiply = make_multiply(spec.dtype)
@@ -106,7 +117,7 @@ def make_multiply_keys(spec, geometry):
             at = here + 4 * pair
             fragments[at], fragments[at + 1], fragments[at + 2], fragments[at + 3] = x[0], x[1], x[2], x[3]
         if k >= kept:
-            x = ptx.ldmatrix_x4(mine + uint32((k - kept) * 32))
+            x = ptx.load_shared_v4_u32(mine + uint32((k - kept) * FRAG_BYTES))
             at = here + 4 * key_pairs
             fragments[at], fragments[at + 1], fragments[at + 2], fragments[at + 3] = x[0], x[1], x[2], x[3]
 
@@ -119,9 +130,7 @@ def make_multiply_keys(spec, geometry):
         if not has_roles:
             key = uint32(key + warp // uint32(row_teams) * uint32(team_keys))
         keys = uint32(tile + key * uint32(k_pitch) + half * uint32(16))
-        # Rows 0-7 and 8-15 of the first 8 columns, then of the next 8.
-        mine = uint32(warp * uint32(FRAG_ROWS * queries_pitch) + lane % uint32(16) * uint32(queries_pitch))
-        mine = uint32(shared + mine + uint32(queries_offset) + lane // uint32(16) * uint32(16))
+        mine = uint32(shared + warp * uint32(rest * FRAG_BYTES) + lane * uint32(16) + uint32(queries_offset))
         if begin == 0:
             for i in range(2 * row_stride):
                 s[i] = ZERO

@@ -15,33 +15,35 @@ from nbverify.kernels.geometry import WARP
 from nbverify.kernels.indices import load_index
 from nbverify.kernels.schedule import Request, Segment
 
-NEXT_POSITION, MASK_START, SHARE_END, PREFIX_INDICES = 12, 13, 14, 15
+NEXT_POSITION, MASK_START, PREFIX_INDICES, DRAFT_INDICES = 12, 13, 14, 15
 
 
 def make_open_segment(spec, schedule):
-    """``open_segment(args, table, position, share_end, record)``: fill it.  All threads of the block call it."""
+    """``open_segment(args, table, position, share_end, record)``: fill it.  Called by the block's first warp.
+
+    A block barrier has to follow, which publishes the record.
+    """
     reads_mask = spec.mask.reads_buffer
     segment_at = schedule.segment_at
 
     @cuda.jit(device=True)
     def open_segment(args, table, position, share_end, record):
-        if cuda.threadIdx.x < WARP:
-            segment = segment_at(args, table, position, share_end)
-            request = segment.request
-            mask_start = int64(0)
-            if reads_mask:
-                mask_start = load_index(args.mask_indptr, args.mask_indptr_words, request.number)
-            if cuda.threadIdx.x == 0:
-                record[0], record[1], record[2] = request.number, request.prefix_start, request.prefix_len
-                record[3], record[4], record[5] = request.token_start, request.num_nodes, request.num_keys
-                record[6], record[7] = segment.kv_head, segment.first_row
-                record[8], record[9], record[10] = segment.first_tile, segment.end_tile, int64(segment.direct)
-                record[11], record[12] = segment.state, segment.next_position
-                record[MASK_START], record[SHARE_END] = mask_start, share_end
-                # Address of the request's first entry in kv_indices: most indices are then a few instructions away.
-                first_index = request.prefix_start * args.kv_indices_words
-                record[PREFIX_INDICES] = int64(ptx.global_address(args.kv_indices, first_index))
-        cuda.syncthreads()  # publishes the record; nobody uses the other one any more
+        segment = segment_at(args, table, position, share_end)
+        request = segment.request
+        mask_start = int64(0)
+        if reads_mask:
+            mask_start = load_index(args.mask_indptr, args.mask_indptr_words, request.number)
+        if cuda.threadIdx.x % WARP == 0:
+            record[0], record[1], record[2] = request.number, request.prefix_start, request.prefix_len
+            record[3], record[4], record[5] = request.token_start, request.num_nodes, request.num_keys
+            record[6], record[7] = segment.kv_head, segment.first_row
+            record[8], record[9], record[10] = segment.first_tile, segment.end_tile, int64(segment.direct)
+            record[11], record[NEXT_POSITION], record[MASK_START] = segment.state, segment.next_position, mask_start
+            # Addresses of the request's first entries in the two index lists: an index is then a few instructions away.
+            first_prefix = request.prefix_start * args.kv_indices_words
+            first_draft = request.token_start * args.out_cache_loc_words
+            record[PREFIX_INDICES] = int64(ptx.global_address(args.kv_indices, first_prefix))
+            record[DRAFT_INDICES] = int64(ptx.global_address(args.out_cache_loc, first_draft))
 
     return open_segment
 

@@ -25,7 +25,7 @@ from nbverify.spec import VerifySpec
 FRAG_ROWS = 16  # rows of an mma
 FRAG_KEYS = 16  # keys of an mma of P and V
 SHARED_PAD = 16  # bytes: rows of a width that is a multiple of 32 bytes then start in different banks (ldmatrix)
-SEGMENT_FIELDS = 16
+SEGMENT_FIELDS = 16  # of a segment's record
 MAX_WARPS = 8  # 255 registers a thread
 MAX_ROLE_FRAGS = 4  # 64 rows
 MAX_LEAN_WARPS = 12  # 168 registers a thread
@@ -36,7 +36,10 @@ ONE_WARP_MAX_DIM = 256  # accumulators of 16 rows x 256 columns: 128 registers
 TABLE_RESERVE = 1024  # bytes kept free for the work table, so that the tile does not depend on max_requests below 63
 # Registers beside a warp's large arrays: fragments in flight, addresses, row states.  Found by compiling: less spills.
 TEAM_REGISTERS = 64
-ROLE_REGISTERS = 80
+ROLE_REGISTERS = 48
+# Registers of a thread where four score warps and eight value warps share them out.  They are taken from a pool: 128
+# score threads and 256 value threads must not ask for more than 384 threads have at launch.
+LAUNCH_REGISTERS, SCORE_REGISTERS, VALUE_REGISTERS = 168, 184, 160
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class DeviceLimits:
 
     shared_bytes: int  # that a block may use (opt-in)
     can_suspend: bool  # a thread that waits at an mbarrier: compute capability 9.0 and up
+    can_shift: bool  # registers between warps (setmaxnreg): the targets with an "a", sm_90a and up
 
 
 # Opt-in shared memory of a block by compute capability (CUDA C++ Programming Guide, "Technical Specifications").
@@ -55,11 +59,14 @@ SHARED_BYTES = {
 SMALLEST_SHARED_BYTES = min(SHARED_BYTES.values())
 
 
-def limits_of(cc: tuple[int, int], shared_bytes: int | None = None) -> DeviceLimits:
-    """Limits of a compute capability; ``shared_bytes`` where a device or a user says it."""
+def limits_of(cc: tuple[int, int], shared_bytes: int | None = None, *, specific: bool = True) -> DeviceLimits:
+    """Limits of a compute capability; ``shared_bytes`` where a device or a user says it.
+
+    ``specific``: code is compiled for this architecture alone (``compile.Target``).
+    """
     if shared_bytes is None:
         shared_bytes = SHARED_BYTES.get(cc, SMALLEST_SHARED_BYTES)
-    return DeviceLimits(shared_bytes, can_suspend=cc >= (9, 0))
+    return DeviceLimits(shared_bytes, can_suspend=cc >= (9, 0), can_shift=specific and cc >= (9, 0))
 
 
 @dataclass(frozen=True)
@@ -70,9 +77,10 @@ class MmaGeometry:
         weights     [2, team_keys / 16, row_frags, lanes, 4]  P as mma fragments, 32-bit pairs (roles)
         factors     [2, rows_per_tile]  float32, rescaling of a row's output by the last tile (roles)
         flags       [2, 4]  uint32, one a score warp: some factor is not 1 (roles)
-        indices     [2, keys_per_tile]  uint32, of a tile to be fetched (roles)
-        states      [key_teams, rows_per_tile, 2]  float32, (m, l) of a finished row
-        queries     [score warps, 16]  query rows, padded, but for the columns that are kept in registers
+        indices     [stages, keys_per_tile]  uint32, pool rows of the tiles to come
+        states      [key_teams, rows_per_tile, 2]  float32, (m, l) of a team's rows (if there are several key teams)
+        finals      [rows_per_tile]  float32, factors of the rows' outputs
+        queries     [score warps, query_rest, lanes, 4]  32-bit pairs: fragments for which there is no register
         barriers    [2 stages]  8 bytes each
         segments    [2, SEGMENT_FIELDS]  int64, this segment and the last one (kernels/segments.py)
         table       [2, max_requests + 1]  int32, see kernels/schedule.py
@@ -91,6 +99,7 @@ class MmaGeometry:
     stages: int
     query_steps_kept: int
     can_suspend: bool
+    can_shift: bool
 
     # --- warps
 
@@ -103,6 +112,11 @@ class MmaGeometry:
     def warps(self) -> int:
         """Warps of a block."""
         return self.row_frags + self.value_warps if self.has_roles else self.row_teams * self.key_teams
+
+    @property
+    def shifts_registers(self) -> bool:
+        """Value warps give registers to the score warps: both are whole groups of four warps."""
+        return self.has_roles and self.can_shift and (self.row_frags, self.value_warps) == (4, 8)
 
     @property
     def first_fetching_warp(self) -> int:
@@ -246,12 +260,17 @@ class MmaGeometry:
     @property
     def states_offset(self) -> int:
         """First byte of (m, l)."""
-        return self.indices_offset + (2 * 4 * self.keys_per_tile if self.has_roles else 0)
+        return self.indices_offset + 4 * self.stages * self.keys_per_tile
+
+    @property
+    def finals_offset(self) -> int:
+        """First byte of the rows' factors."""
+        return self.states_offset + (8 * self.key_teams * self.rows_per_tile if self.key_teams > 1 else 0)
 
     @property
     def queries_offset(self) -> int:
         """First byte of the query fragments without a register."""
-        return self.states_offset + self.key_teams * self.rows_per_tile * 8
+        return self.finals_offset + 4 * self.rows_per_tile
 
     @property
     def score_warps(self) -> int:
@@ -264,14 +283,14 @@ class MmaGeometry:
         return self.query_steps - self.query_steps_kept
 
     @property
-    def queries_pitch(self) -> int:
-        """Distance of query rows in shared memory."""
-        return 32 * self.query_rest + SHARED_PAD if self.query_rest else 0
+    def staging_slots(self) -> int:
+        """Slots of the ring that query rows pass through, 16 of each score warp."""
+        return -(-self.score_warps * FRAG_ROWS // (self.slot_bytes // self.k_pitch))
 
     @property
     def barriers_offset(self) -> int:
         """First mbarrier: full[stages], empty[stages]."""
-        return self.queries_offset + self.score_warps * FRAG_ROWS * self.queries_pitch
+        return self.queries_offset + self.score_warps * self.query_rest * WARP * 16
 
     @property
     def num_barriers(self) -> int:
@@ -366,6 +385,7 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
             stages=MIN_STAGES,
             query_steps_kept=0,
             can_suspend=limits.can_suspend,
+            can_shift=limits.can_shift,
         )
         tiles = replace(tiles, query_steps_kept=query_steps_in_registers(tiles))
         stages = most_stages(tiles, limits.shared_bytes - max(TABLE_RESERVE, table_bytes(spec.max_requests)))
@@ -379,7 +399,8 @@ def query_steps_in_registers(tiles: MmaGeometry) -> int:
     """How many k16 steps of the queries a warp keeps; the rest it reads from shared memory for each tile."""
     scores = 2 * 4 * tiles.key_frags  # of this tile and the last one
     outputs = 0 if tiles.has_roles else 4 * tiles.value_frags
-    registers = 255 if tiles.warps <= MAX_WARPS else 168
+    registers = SCORE_REGISTERS if tiles.shifts_registers else 65536 // tiles.threads // 8 * 8
+    registers = min(255, registers)
     others = ROLE_REGISTERS if tiles.has_roles else TEAM_REGISTERS
     return max(0, min(tiles.query_steps, (registers - scores - outputs - others) // 4))
 
@@ -388,7 +409,8 @@ def most_stages(tiles: MmaGeometry, shared_bytes: int) -> int:
     """Ring slots that fit; 0 if not even one does."""
     for stages in range(MAX_STAGES, 0, -1):
         candidate = replace(tiles, stages=stages)
-        if candidate.tile_bytes <= shared_bytes and candidate.team_merge_bytes <= stages * tiles.slot_bytes:
+        has_room = max(candidate.team_merge_bytes, candidate.staging_slots * tiles.slot_bytes)
+        if candidate.tile_bytes <= shared_bytes and has_room <= stages * tiles.slot_bytes:
             return stages
     return 0
 

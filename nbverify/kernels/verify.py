@@ -17,15 +17,13 @@ Launch     grid = co-resident blocks, fixed when the plan is made; threads and s
 Numerics   products exact, sums of mma in float32, P rounded to the 16-bit type, l of the unrounded weights.
 """
 
-from numba import cuda, int32, int64, uint8, uint32
+from numba import cuda, int32, uint8, uint32
 
 from nbverify.kernels import ptx, walk_roles, walk_teams
 from nbverify.kernels.geometry import FULL_WARP, merge_scratch_bytes
 from nbverify.kernels.kv_ring import make_ring
 from nbverify.kernels.schedule import make_schedule
-from nbverify.kernels.segments import NEXT_POSITION, SHARE_END, make_open_segment
 from nbverify.kernels.threads import find_place
-from nbverify.kernels.tiles import SEGMENT_FIELDS
 from nbverify.reduce import grid_sync, two_launch
 from nbverify.reduce.merge import make_merge_phase
 
@@ -42,11 +40,10 @@ def make_bodies(spec, geometry):
 
 def make_split_phase(spec, geometry, schedule):
     """Phase 1: walk this block's share of the keys; write results, or partial states."""
-    first_record = geometry.segments_offset // 8
-    share, open_segment = schedule.share, make_open_segment(spec, schedule)
+    share = schedule.share
     ring = make_ring(spec, geometry)
     walk = walk_roles if geometry.has_roles else walk_teams
-    init_ring, walk_segment = ring.init, walk.make_walk(spec, geometry, ring)
+    init_ring, walk_share = ring.init, walk.make_walk(spec, geometry, schedule, ring)
 
     @cuda.jit(device=True)
     def split_phase(args, table):
@@ -54,15 +51,8 @@ def make_split_phase(spec, geometry, schedule):
         # By way of a shuffle it stays in a uniform register; else the assembler makes it again from a special one.
         window = int32(ptx.shared_address(cuda.shared.array(0, uint8, 16), 0))
         shared = uint32(cuda.shfl_sync(uint32(FULL_WARP), window, 0))
-        init_ring(shared)
-        turn, which = int32(0), int32(0)
+        init_ring(shared)  # published by the barrier that publishes the first segment
         position, share_end = share(args, table)
-        while position < share_end:  # an idle block skips the work, not the grid's barrier
-            begin = first_record + which * SEGMENT_FIELDS
-            record = cuda.shared.array(0, int64, 16)[begin : begin + SEGMENT_FIELDS]
-            open_segment(args, table, position, share_end, record)  # the first one publishes the mbarriers, too
-            turn = walk_segment(me, args, shared, record, turn)
-            position, share_end = record[NEXT_POSITION], record[SHARE_END]
-            which = int32(which ^ 1)
+        walk_share(me, args, shared, table, position, share_end)  # an idle block has nothing to walk
 
     return split_phase

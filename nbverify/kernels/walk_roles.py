@@ -1,246 +1,310 @@
-"""A segment walked in two roles: score warps make the weights, value warps the outputs; value warps also fetch keys.
+"""A block's share walked in two roles: score warps make the weights, value warps the outputs; these also fetch keys.
 
-    score warp w    fragment w of the rows: scores of tile i, and beside them the weights of tile i - 1 (two chains that
-                    do not wait for each other); P, factors and a flag of tile i - 1 to shared memory, and the indices
-                    of a tile to come, for which value warps have no register
-    value warp v    columns of its slice, all rows: outputs of tile i - 1, then the fetch of a tile to come
+    score warp w    fragment w of the rows: scores of tile i, and among their products the weights of tile i - 1 (two
+                    chains that do not wait for each other); P, factors and a flag of tile i - 1 to shared memory
+    value warp v    columns of its slice, all rows: outputs of tile i - 1, and before them the fetch of a tile to come
+
+Publications   A segment of n tiles has n + 1 of them, numbered from 0; number i + 1 brings P of tile i, and number 0
+               nothing: with it the loop over the tiles has no first round of its own.  P lies in one of two places, by
+               the parity of its number.
 
 Who waits for whom, and why that is enough
+    queries read       QFREE, once a segment: the score warps arrive when their queries have left the ring, value warps
+                       wait for it before they fetch into the slots where those lay
     tile there         both roles, on the ring's mbarrier ``full``, before they read the tile           (kv_ring.py)
-    tile free          value warps release a tile and fetch the next one into its slot.  A score warp needs no say: it
-                       has read all keys of a tile before it hands over that tile's P, which the value warp waits for
-    READY[parity]      named barrier: score warps arrive when P of a tile is written, value warps wait for it
-    DONE[parity]       named barrier: value warps arrive when P, and what comes with it, is read; score warps wait for
-                       it before they write P of the next tile but one into the same place
-Each is used again only when its last phase is over: a score warp arrives at READY of tile i + 2 after it waited at DONE
-of tile i, for which all value warps must have passed READY of tile i; a value warp arrives at DONE of tile i + 2 after
-READY of tile i + 2, for which all score warps must have passed DONE of tile i.  At the end of a segment the score warps
-wait for the DONE that are left, so that the next segment starts with all barriers at rest.
-    end of segment     a block barrier publishes the states (m, l) of the score warps to the value warps
+    READY[parity]      score warps arrive when a publication is written, value warps wait for it
+    DONE[parity]       value warps arrive when a publication is read, if there is one more but one (and twice at the
+                       start: both places are free); score warps wait for it before they write to the place
+    tile free          value warps fetch into the slot of tile i - 1 when they have come to READY of tile i: that
+                       barrier waits for all of them, so all have read that tile's V, and the score warps had read its K
+                       before they published its P
+Each named barrier is used again only when its last phase is over: a score warp arrives at READY of number i + 2 after it
+waited at DONE of number i, for which all value warps must have passed READY of number i; a value warp arrives at DONE
+of number i + 2 after READY of it, for which all score warps must have passed DONE of number i.  A segment leaves all of
+them at rest: it has as many arrivals as waits.
+    end of segment     a block barrier publishes what the score warps found out about the rows to the value warps
+    next segment       another publishes its record
 All branches around barriers, shuffles and mma are the same for the whole warp.
+
+Registers      Accumulators and queries want different numbers of them.  Where the roles are whole groups of four warps,
+               and the target has ``setmaxnreg``, the value warps give some to the score warps for the time of the walk.
 """
 
-from numba import cuda, float32, int32, int64, uint32, uint64
+from numba import cuda, float32, int32, int64, uint32
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
-from nbverify.kernels.outputs import make_outputs
+from nbverify.kernels.outputs import make_finish_rows, make_write_outputs
 from nbverify.kernels.scores import make_load_queries, make_multiply_keys, step_registers_of
-from nbverify.kernels.segments import PREFIX_INDICES, load_segment
+from nbverify.kernels.segments import NEXT_POSITION, load_segment, make_open_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
 from nbverify.kernels.threads import Place
-from nbverify.kernels.tiles import FRAG_ROWS
+from nbverify.kernels.tiles import (
+    FRAG_ROWS,
+    LAUNCH_REGISTERS,
+    SCORE_REGISTERS,
+    SEGMENT_FIELDS,
+    VALUE_REGISTERS,
+)
 from nbverify.kernels.values import make_multiply_values
 from nbverify.kernels.weights import ONE, ROWS_PER_LANE, make_publish_weights, make_rescale_by_flags, make_weigh
 
-READY, DONE = 1, 3  # named barriers, one for each parity
+READY, DONE, QFREE = 1, 3, 5  # named barriers; the first two have one for each parity
 
 
-def make_walk(spec, geometry, ring):
-    """``walk_segment(me, args, shared, record, turn)``, from turn ``turn`` of the ring; returns its turn then."""
-    score_warps = geometry.row_frags
+def make_walk(spec, geometry, schedule, ring):
+    """``walk_share(me, args, shared, table, position, share_end)``: all segments of the block's share."""
+    score_warps, shifts_registers = geometry.row_frags, geometry.shifts_registers
+    first_record = geometry.segments_offset // 8
+    open_segment = make_open_segment(spec, schedule)
     walk_scores, walk_values = _make_walk_scores(spec, geometry, ring), _make_walk_values(spec, geometry, ring)
+    write_outputs = make_write_outputs(spec, geometry)
+    num_outputs = 4 * geometry.row_frags * geometry.value_frags
 
     @cuda.jit(device=True, forceinline=True)
-    def walk_segment(me, args, shared, record, turn):
-        if me.warp < uint32(score_warps):
-            return walk_scores(me, args, shared, record, turn)
-        return walk_values(me, args, shared, record, turn)
+    def score_share(me, args, shared, table, position, share_end):
+        records, turn, which = cuda.shared.array(0, int64, 16)[first_record:], int32(0), uint32(0)
+        while position < share_end:
+            record = records[which * uint32(SEGMENT_FIELDS) :]
+            if cuda.threadIdx.x < WARP:
+                open_segment(args, table, position, share_end, record)
+            cuda.syncthreads()  # publishes the record; nobody uses the other one any more
+            turn = walk_scores(me, args, shared, record, turn)
+            cuda.syncthreads()  # publishes the rows' states
+            position = int32(record[NEXT_POSITION])
+            which = which ^ uint32(1)
 
-    return walk_segment
+    @cuda.jit(device=True, forceinline=True)
+    def value_share(me, args, shared, position, share_end):
+        ptx.unroll_loops()
+        records, turn, which = cuda.shared.array(0, int64, 16)[first_record:], int32(0), uint32(0)
+        o = cuda.local.array(num_outputs, float32)
+        while position < share_end:
+            record = records[which * uint32(SEGMENT_FIELDS) :]
+            cuda.syncthreads()  # the first warp has looked the segment up
+            turn = walk_values(me, args, shared, record, turn, o)
+            cuda.syncthreads()  # the score warps have finished the rows
+            write_outputs(me, args, shared, record, o)
+            position = int32(record[NEXT_POSITION])
+            which = which ^ uint32(1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def walk_share(me, args, shared, table, position, share_end):
+        if me.warp < uint32(score_warps):
+            if shifts_registers:
+                ptx.setmaxnreg_inc(SCORE_REGISTERS)
+            score_share(me, args, shared, table, position, share_end)
+            if shifts_registers:
+                ptx.setmaxnreg_dec(LAUNCH_REGISTERS)
+        else:
+            if shifts_registers:
+                ptx.setmaxnreg_dec(VALUE_REGISTERS)
+            value_share(me, args, shared, position, share_end)
+            if shifts_registers:
+                ptx.setmaxnreg_inc(LAUNCH_REGISTERS)
+
+    return walk_share
 
 
 def _make_walk_scores(spec, geometry, ring):
-    keys_per_tile, threads = geometry.keys_per_tile, geometry.threads
+    """``walk_scores(me, args, shared, record, turn)``, from turn ``turn`` of the ring; gives its turn then."""
+    keys_per_tile, threads, key_frags = geometry.keys_per_tile, geometry.threads, geometry.key_frags
     query_steps, num_queries = geometry.query_steps, max(1, 4 * geometry.query_steps_kept)
     num_fragments = (geometry.steps_ahead + 1) * step_registers_of(geometry)
-    first_part, second_part = query_steps // 3, 2 * query_steps // 3
-    num_scores, num_weights, group = 4 * geometry.key_frags, 2 * geometry.key_frags, spec.group
+    # Products before the weights begin, before they are raised, and among the weights of eight keys each.
+    lead = query_steps // 9
+    raised_at = 2 * lead
+    last_piece = raised_at + key_frags * ((query_steps - raised_at) // (key_frags + 1))
+    num_scores, num_weights, group = 4 * key_frags, 2 * key_frags, spec.group
     always_checked = spec.score_mod is not None or not spec.prefix_visible
-    wait_full, next_turn, load_index_of = ring.wait_full, ring.next_turn, ring.load_index_of
-    tile_address = ring.tile_address
-    stages, indices_offset = geometry.stages, geometry.indices_offset
+    wait_full, next_turn, tile_address = ring.wait_full, ring.next_turn, ring.tile_address
     load_queries, multiply_keys = make_load_queries(spec, geometry), make_multiply_keys(spec, geometry)
-    scale, find_largest, weigh = make_weigh(spec, geometry)
+    scale, find_largest, raise_maxima, weigh = make_weigh(spec, geometry)
     publish_weights = make_publish_weights(geometry)
-    leave_states, _, _ = make_outputs(spec, geometry)
+    finish_rows = make_finish_rows(spec, geometry)
+    multiply_and_weigh = _make_multiply_and_weigh(multiply_keys, weigh, raised_at, last_piece, key_frags)
 
     @cuda.jit(device=True, forceinline=True)
-    def walk_scores(me, args, shared, record, turn):
+    def walk_rows(me, args, shared, record, turn):
         ptx.unroll_loops()
         segment, first_row = load_segment(record), int32(me.warp) * int32(FRAG_ROWS)
         first_tile, end_tile = int32(segment.first_tile), int32(segment.end_tile)
         first_checked = int32(0)  # tiles from here on hide keys from some row, or may do so
         if not always_checked:
-            first_checked = int32(int32(segment.request.prefix_len) // keys_per_tile)
-
-        my_key = min(int32(me.lane), int32(keys_per_tile - 1))
-        my_index = uint32(shared + uint32(indices_offset + 4 * my_key))
-        # Where that index stands while all keys of its tile are in the prefix.
-        index_address = uint64(record[PREFIX_INDICES]) + uint64(
-            (int64(first_tile + (stages - 1)) * keys_per_tile + my_key) * args.kv_indices_words * 4
-        )
+            first_checked = int32(uint32(segment.request.prefix_len) // uint32(keys_per_tile))
         queries = cuda.local.array(num_queries, uint32)
-        load_queries(me, args, shared, record, first_row, queries)
+        load_queries(me, args, shared, record, turn, first_row, queries)
+        ptx.barrier_arrive(uint32(QFREE), uint32(threads))
+
         fragments = cuda.local.array(num_fragments, uint32)
         own, s = cuda.local.array(num_scores, float32), cuda.local.array(num_scores, float32)
         p, factors = cuda.local.array(num_weights, uint32), cuda.local.array(ROWS_PER_LANE, float32)
         maxima, sums = cuda.local.array(ROWS_PER_LANE, float32), cuda.local.array(ROWS_PER_LANE, float32)
-        largest = cuda.local.array(ROWS_PER_LANE, float32)
+        largest, bases = cuda.local.array(ROWS_PER_LANE, float32), cuda.local.array(ROWS_PER_LANE, float32)
         for i in range(num_scores):
             own[i] = NEG_INF
         for r in range(ROWS_PER_LANE):
             maxima[r], sums[r] = NEG_INF, ZERO
-
-        tile = first_tile
-        index = uint32(0)
-        while tile <= end_tile:
-            flip = uint32(end_tile - tile + 1) & uint32(1)  # of the tile before: parity of the tiles that are left
-            if tile < end_tile:
-                wait_full(shared, turn)
-            keys = tile_address(shared, turn)
+        tile, parity = first_tile, uint32(0)
+        while tile < end_tile:
+            wait_full(shared, turn)
+            ptx.barrier_sync(uint32(DONE) + parity, uint32(threads))
             if tile > first_tile:
                 checked = tile > first_checked
                 scale(me, args, record, first_row, int32((tile - 1) * keys_per_tile), checked, own)
-            # In between the products: what takes long, and is needed only later, of the weights.
-            if tile < end_tile:
-                multiply_keys(me, shared, keys, queries, fragments, s, 0, first_part)
+            # From here to the end of the round there is no branch, so that the assembler may mix the two chains.
+            keys = tile_address(shared, turn)
+            multiply_keys(me, shared, keys, queries, fragments, s, 0, lead)
             find_largest(own, largest)
-            if tile < end_tile:
-                multiply_keys(me, shared, keys, queries, fragments, s, first_part, second_part)
-            raised = weigh(own, largest, maxima, sums, factors, p)
-            if tile > first_tile:
-                if tile > first_tile + 2:
-                    ptx.barrier_sync(uint32(DONE) + flip, uint32(threads))
-                publish_weights(me, shared, flip, raised, factors, p)
-                if me.warp == uint32(0):
-                    ptx.store_shared_u32(my_index + flip * uint32(4 * keys_per_tile), index)
-                ptx.barrier_arrive(uint32(READY) + flip, uint32(threads))
-            if me.warp == uint32(0) and tile + (stages - 1) < end_tile:
-                if tile + stages <= first_checked:
-                    index = ptx.load_global_u32(index_address)
-                else:
-                    index = load_index_of(args, record, int32(tile + (stages - 1)), my_key)
-            index_address += uint64(args.kv_indices_words * (4 * keys_per_tile))
-            if tile < end_tile:
-                multiply_keys(me, shared, keys, queries, fragments, s, second_part, query_steps)
-                for i in range(num_scores):
-                    own[i] = s[i]
-            if tile < end_tile:
-                turn = next_turn(turn)
+            multiply_keys(me, shared, keys, queries, fragments, s, lead, raised_at)
+            raised = raise_maxima(largest, maxima, sums, factors, bases)
+            multiply_and_weigh(me, shared, keys, queries, fragments, s, own, bases, sums, p)
+            multiply_keys(me, shared, keys, queries, fragments, s, last_piece, query_steps)
+            publish_weights(me, shared, parity, raised, factors, p)
+            ptx.barrier_arrive(uint32(READY) + parity, uint32(threads))
+            for i in range(num_scores):
+                own[i] = s[i]
+            turn, parity = next_turn(turn), parity ^ uint32(1)
             tile = int32(tile + 1)
 
-        wait_for_readers(int32(end_tile - first_tile))
-        leave_states(me, shared, maxima, sums)
-        cuda.syncthreads()  # publishes the states to the value warps
+        ptx.barrier_sync(uint32(DONE) + parity, uint32(threads))
+        checked = end_tile > first_checked
+        scale(me, args, record, first_row, int32((end_tile - 1) * keys_per_tile), checked, own)
+        find_largest(own, largest)
+        raised = raise_maxima(largest, maxima, sums, factors, bases)
+        for j in range(key_frags):
+            weigh(own, bases, sums, p, j)
+        publish_weights(me, shared, parity, raised, factors, p)
+        ptx.barrier_arrive(uint32(READY) + parity, uint32(threads))
+        finish_rows(me, args, shared, record, maxima, sums)
         return turn
 
     @cuda.jit(device=True, forceinline=True)
-    def wait_for_readers(tiles):
-        """Until P of the last two tiles has been read."""
-        left = min(tiles, int32(2))
-        while left > 0:
-            ptx.barrier_sync(uint32(DONE) + (uint32(left) & uint32(1)), uint32(threads))
-            left = int32(left - 1)
-
-    @cuda.jit(device=True, forceinline=True)
     def walk_nothing(me, shared, record, turn):
-        """A fragment without rows, in the last tile of a request: its P is 0, and it meets the barriers."""
+        """A fragment without rows, in the last row unit of a request: its P is 0, and it meets the barriers."""
         ptx.unroll_loops()
+        ptx.barrier_arrive(uint32(QFREE), uint32(threads))
         segment = load_segment(record)
-        left = int32(int32(segment.end_tile) - int32(segment.first_tile))
         p, factors = cuda.local.array(num_weights, uint32), cuda.local.array(ROWS_PER_LANE, float32)
         for i in range(num_weights):
             p[i] = uint32(0)
         for r in range(ROWS_PER_LANE):
             factors[r] = ONE
-        publish_weights(me, shared, uint32(0), False, factors, p)
-        publish_weights(me, shared, uint32(1), False, factors, p)
-        tiles = left
-        while left > 0:
-            flip = uint32(left) & uint32(1)
-            if left < tiles - 1:
-                ptx.barrier_sync(uint32(DONE) + flip, uint32(threads))
-            ptx.barrier_arrive(uint32(READY) + flip, uint32(threads))
-            turn = next_turn(turn)
-            left = int32(left - 1)
-        wait_for_readers(tiles)
-        cuda.syncthreads()  # the others publish states here
+        publications, number = int32(int32(segment.end_tile) - int32(segment.first_tile) + 1), int32(0)
+        while number < publications:
+            parity = uint32(number) & uint32(1)
+            ptx.barrier_sync(uint32(DONE) + parity, uint32(threads))
+            if number < 2:
+                publish_weights(me, shared, parity, False, factors, p)
+            ptx.barrier_arrive(uint32(READY) + parity, uint32(threads))
+            if number > 0:
+                turn = next_turn(turn)
+            number = int32(number + 1)
         return turn
 
     @cuda.jit(device=True, forceinline=True)
-    def walk_fragment(me, args, shared, record, turn):
+    def walk_scores(me, args, shared, record, turn):
         segment = load_segment(record)
         if segment.first_row + int32(me.warp) * FRAG_ROWS < segment.request.num_nodes * group:
-            return walk_scores(me, args, shared, record, turn)
+            return walk_rows(me, args, shared, record, turn)
         return walk_nothing(me, shared, record, turn)
 
-    return walk_fragment
+    return walk_scores
+
+
+def _make_multiply_and_weigh(multiply_keys, weigh, begin, end, pieces):
+    """Steps ``begin`` to ``end`` of the products in pieces, and after each the weights of eight keys.
+
+    A chain of functions, so that the bounds of each piece are constants: numba unrolls no loop of loops like this one.
+    """
+    start = begin + (end - begin) // pieces * (pieces - 1)
+    key_frag = pieces - 1
+    if pieces == 1:
+
+        @cuda.jit(device=True, forceinline=True)
+        def first_piece(me, shared, keys, queries, fragments, s, own, bases, sums, p):
+            multiply_keys(me, shared, keys, queries, fragments, s, start, end)
+            weigh(own, bases, sums, p, key_frag)
+
+        return first_piece
+
+    earlier_pieces = _make_multiply_and_weigh(multiply_keys, weigh, begin, start, pieces - 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def next_piece(me, shared, keys, queries, fragments, s, own, bases, sums, p):
+        earlier_pieces(me, shared, keys, queries, fragments, s, own, bases, sums, p)
+        multiply_keys(me, shared, keys, queries, fragments, s, start, end)
+        weigh(own, bases, sums, p, key_frag)
+
+    return next_piece
 
 
 def _make_walk_values(spec, geometry, ring):
+    """``walk_values(me, args, shared, record, turn, o)``: ``o`` = outputs of the segment; gives the ring's turn then."""
     stages, v_offset, threads = geometry.stages, geometry.v_offset, geometry.threads
-    keys_per_tile, copy_passes = geometry.keys_per_tile, geometry.copy_passes
-    num_outputs = 4 * geometry.row_frags * geometry.value_frags
+    keys_per_tile, num_outputs = geometry.keys_per_tile, 4 * geometry.row_frags * geometry.value_frags
+    before_queries = stages - geometry.staging_slots  # tiles that go to slots where no queries are
     always_checked = spec.score_mod is not None or not spec.prefix_visible
-    fill, _, _, fetch, wait_full, release, tile_address, next_turn, turn_before = ring[1:]
-    first_warp, copied_rows, copy_lanes = geometry.first_fetching_warp, geometry.copied_rows, geometry.copy_lanes
-    rows_per_pass, indices_offset = WARP // copy_lanes, geometry.indices_offset
+    find_first_rows, fetch, wait_full = ring.find_first_rows, ring.fetch, ring.wait_full
+    tile_address, next_turn, turn_before = ring.tile_address, ring.next_turn, ring.turn_before
     rescale_by_flags = make_rescale_by_flags(geometry)
     multiply_values = make_multiply_values(spec, geometry, checked=False)
     multiply_checked_values = make_multiply_values(spec, geometry, checked=True)
-    _, _, write_outputs = make_outputs(spec, geometry)
 
     @cuda.jit(device=True, forceinline=True)
-    def take_indices(me, shared, flip, indices):
-        """What the score warps have looked up, for this lane's rows."""
-        ptx.unroll_loops()
-        for i in range(copy_passes):
-            row = (me.warp - uint32(first_warp)) * uint32(copied_rows) + me.lane // uint32(copy_lanes)
-            row = min(uint32(row + uint32(i * rows_per_pass)), uint32(keys_per_tile - 1))
-            at = ptx.opaque_u32(shared + row * uint32(4) + flip * uint32(4 * keys_per_tile))
-            indices[i] = ptx.load_shared_u32(at + uint32(indices_offset))
+    def fill(me, args, shared, record, turn):
+        """Request the first tiles of a segment, as many as there are slots."""
+        segment = load_segment(record)
+        find_first_rows(me, args, shared, record, turn)
+        first_tile = int32(segment.first_tile)
+        end = min(int32(first_tile + stages), int32(segment.end_tile))
+        tile = first_tile
+        while tile < max(end, int32(first_tile + before_queries + 1)):
+            if tile == first_tile + before_queries:
+                ptx.barrier_sync(uint32(QFREE), uint32(threads))
+            if tile < end:
+                fetch(me, args, shared, record, tile, turn)
+            turn = next_turn(turn)
+            tile = int32(tile + 1)
 
     @cuda.jit(device=True, forceinline=True)
-    def walk_values(me, args, shared, record, turn):
-        # Outputs and operands take 152 of the 168 registers.  What else is live over a tile is kept few: ``left``
+    def walk_values(me, args, shared, record, turn, o):
+        # Outputs and operands take all but a few registers.  What else is live over a tile is kept few: ``left``
         # counts the tiles, the rest comes from the record, and addresses are made anew from the lane.
         ptx.unroll_loops()
-        segment = load_segment(record)
-        first_tile, end_tile = int32(segment.first_tile), int32(segment.end_tile)
-        indices = cuda.local.array(copy_passes, uint32)
-        fill(me, args, shared, record, first_tile, end_tile, turn, indices)
-        o = cuda.local.array(num_outputs, float32)
+        ptx.barrier_arrive(uint32(DONE), uint32(threads))  # both places of P are free
+        ptx.barrier_arrive(uint32(DONE + 1), uint32(threads))
+        fill(me, args, shared, record, turn)
         for i in range(num_outputs):
             o[i] = ZERO
-
-        left = int32(end_tile - first_tile)
+        segment = load_segment(record)
+        left = int32(int32(segment.end_tile) - int32(segment.first_tile))
+        ptx.barrier_sync(uint32(READY), uint32(threads))  # publication 0
+        if left >= 2:
+            ptx.barrier_arrive(uint32(DONE), uint32(threads))
+        parity = uint32(1)
         while left > 0:
-            flip = uint32(left) & uint32(1)
             here = Place(ptx.lane_id(), me.warp)
             wait_full(shared, turn)
-            ptx.barrier_sync(uint32(READY) + flip, uint32(threads))
-            rescale_by_flags(here, shared, flip, o)
+            ptx.barrier_sync(uint32(READY) + parity, uint32(threads))
+            segment = load_segment(record)
+            tile = int32(int32(segment.end_tile) - left)
+            if left >= stages and tile > int32(segment.first_tile):
+                # Into the slot of the tile before, which all value warps have left by now.
+                fetch(here, args, shared, record, int32(tile + (stages - 1)), turn_before(turn))
+            here = Place(ptx.lane_id(), me.warp)
+            rescale_by_flags(here, shared, parity, o)
             values = tile_address(shared, turn) + uint32(v_offset)
             segment = load_segment(record)
             keys_after = int32(int32(int32(segment.end_tile) - left + 1) * keys_per_tile)
             if always_checked or keys_after > int32(segment.request.prefix_len):
-                multiply_checked_values(here, shared, flip, values, indices, o)
+                multiply_checked_values(here, shared, parity, values, o, o)
             else:
-                multiply_values(here, shared, flip, values, indices, o)
-            here = Place(ptx.lane_id(), me.warp)
-            take_indices(here, shared, flip, indices)
-            ptx.barrier_arrive(uint32(DONE) + flip, uint32(threads))
-            release(here, shared, turn)
-            if left >= stages:
-                # Into the slot of the tile before, which all value warps have left by now.
-                ahead = int32(int32(load_segment(record).end_tile) - left + (stages - 1))
-                fetch(here, args, shared, record, ahead, indices, turn_before(turn))
-            turn = next_turn(turn)
+                multiply_values(here, shared, parity, values, o, o)
+            if left >= 3:  # there is one more but one
+                ptx.barrier_arrive(uint32(DONE) + parity, uint32(threads))
+            turn, parity = next_turn(turn), parity ^ uint32(1)
             left = int32(left - 1)
-
-        cuda.syncthreads()  # publishes the states
-        write_outputs(me, args, shared, record, o)
         return turn
 
     return walk_values

@@ -13,38 +13,84 @@ A warp without rows (the last tile of a request) fetches and releases tiles like
 All branches around barriers, shuffles and mma are the same for the whole warp.
 """
 
-from numba import cuda, float32, int32, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from nbverify.kernels import ptx
-from nbverify.kernels.geometry import FULL_WARP
-from nbverify.kernels.outputs import make_outputs
+from nbverify.kernels.geometry import FULL_WARP, WARP
+from nbverify.kernels.outputs import make_finish_rows, make_join_teams, make_write_outputs
 from nbverify.kernels.scores import make_load_queries, make_multiply_keys, step_registers_of
-from nbverify.kernels.segments import load_segment
+from nbverify.kernels.segments import NEXT_POSITION, load_segment, make_open_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
-from nbverify.kernels.tiles import FRAG_ROWS
+from nbverify.kernels.tiles import FRAG_ROWS, SEGMENT_FIELDS
 from nbverify.kernels.values import make_multiply_values, make_rescale
 from nbverify.kernels.weights import ROWS_PER_LANE, make_weigh
 
 
-def make_walk(spec, geometry, ring):
-    """``walk_segment(me, args, shared, record, turn)``, from turn ``turn`` of the ring; returns its turn then."""
+def make_walk(spec, geometry, schedule, ring):
+    """``walk_share(me, args, shared, table, position, share_end)``: all segments of the block's share."""
+    first_record = geometry.segments_offset // 8
+    open_segment, walk_segment = make_open_segment(spec, schedule), _make_walk_segment(spec, geometry, ring)
+
+    @cuda.jit(device=True, forceinline=True)
+    def walk_share(me, args, shared, table, position, share_end):
+        records, turn, which = cuda.shared.array(0, int64, 16)[first_record:], int32(0), uint32(0)
+        while position < share_end:
+            record = records[which * uint32(SEGMENT_FIELDS) :]
+            if cuda.threadIdx.x < WARP:
+                open_segment(args, table, position, share_end, record)
+            cuda.syncthreads()  # publishes the record; nobody uses the other one, or the ring, any more
+            turn = walk_segment(me, args, shared, record, turn)
+            position = int32(record[NEXT_POSITION])
+            which = which ^ uint32(1)
+
+    return walk_share
+
+
+def _make_walk_segment(spec, geometry, ring):
+    """``walk_segment(me, args, shared, record, turn)``, from turn ``turn`` of the ring; gives its turn then."""
     stages, v_offset = geometry.stages, geometry.v_offset
     row_teams, key_teams = geometry.row_teams, geometry.key_teams
-    team_keys, keys_per_tile = geometry.team_keys, geometry.keys_per_tile
+    team_keys, keys_per_tile, key_frags = geometry.team_keys, geometry.keys_per_tile, geometry.key_frags
     query_steps, num_queries = geometry.query_steps, max(1, 4 * geometry.query_steps_kept)
     num_fragments = (geometry.steps_ahead + 1) * step_registers_of(geometry)
     first_part, second_part = query_steps // 3, 2 * query_steps // 3
-    num_scores, num_weights = 4 * geometry.key_frags, 2 * geometry.key_frags
-    num_outputs, copy_passes, group = 4 * geometry.value_frags, geometry.copy_passes, spec.group
+    num_scores, num_weights = 4 * key_frags, 2 * key_frags
+    num_outputs, group = 4 * geometry.value_frags, spec.group
+    before_queries = stages - geometry.staging_slots  # tiles that go to slots where no queries are
     always_checked = spec.score_mod is not None or not spec.prefix_visible
 
-    fill, next_indices, _, fetch, wait_full, release, tile_address, next_turn, turn_before = ring[1:]
+    find_first_rows, fetch, wait_full, release = ring.find_first_rows, ring.fetch, ring.wait_full, ring.release
+    tile_address, next_turn, turn_before = ring.tile_address, ring.next_turn, ring.turn_before
     load_queries, multiply_keys = make_load_queries(spec, geometry), make_multiply_keys(spec, geometry)
-    scale, find_largest, weigh = make_weigh(spec, geometry)
+    scale, find_largest, raise_maxima, weigh = make_weigh(spec, geometry)
     rescale = make_rescale(geometry)
     multiply_values = make_multiply_values(spec, geometry, checked=False)
     multiply_checked_values = make_multiply_values(spec, geometry, checked=True)
-    leave_states, leave_outputs, write_outputs = make_outputs(spec, geometry)
+    finish_rows = make_finish_rows(spec, geometry)
+    leave, join = make_join_teams(spec, geometry)
+    write_outputs = make_write_outputs(spec, geometry)
+
+    @cuda.jit(device=True, forceinline=True)
+    def start(me, args, shared, record, turn, first_row, queries):
+        """Request the first tiles, as many as there are slots, and load the queries by way of the last slots."""
+        segment = load_segment(record)
+        find_first_rows(me, args, shared, record, turn)
+        tile = int32(segment.first_tile)
+        end = min(int32(tile + stages), int32(segment.end_tile))
+        left = int32(before_queries)
+        while left >= 0 or tile < end:
+            if left == 0:
+                load_queries(me, args, shared, record, start_of_ring(turn), first_row, queries)
+                cuda.syncthreads()  # all queries have left the ring
+            if tile < end:
+                fetch(me, args, shared, record, tile, int32(turn ^ 1))
+            turn = next_turn(turn)
+            left, tile = int32(left - 1), int32(tile + 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def start_of_ring(turn):
+        """The turn ``before_queries`` tiles ago."""
+        return int32((turn + 2 * (2 * stages - before_queries)) % (2 * stages))
 
     @cuda.jit(device=True, forceinline=True)
     def walk_segment(me, args, shared, record, turn):
@@ -59,11 +105,8 @@ def make_walk(spec, geometry, ring):
             whole = int32(int32(segment.request.prefix_len) - first_key - team_keys)
             first_checked = int32(whole // keys_per_tile + 1)  # Python's division: 0 or less if no tile is whole
 
-        indices = cuda.local.array(copy_passes, uint32)
-        fill(me, args, shared, record, first_tile, end_tile, turn, indices)
-        next_indices(me, args, record, int32(first_tile + (stages - 1)), indices)
         queries = cuda.local.array(num_queries, uint32)
-        load_queries(me, args, shared, record, first_row, queries)
+        start(me, args, shared, record, turn, first_row, queries)
         fragments = cuda.local.array(num_fragments, uint32)
         o, own, s = (
             cuda.local.array(num_outputs, float32),
@@ -72,7 +115,7 @@ def make_walk(spec, geometry, ring):
         )
         p, factors = cuda.local.array(num_weights, uint32), cuda.local.array(ROWS_PER_LANE, float32)
         maxima, sums = cuda.local.array(ROWS_PER_LANE, float32), cuda.local.array(ROWS_PER_LANE, float32)
-        largest = cuda.local.array(ROWS_PER_LANE, float32)
+        largest, bases = cuda.local.array(ROWS_PER_LANE, float32), cuda.local.array(ROWS_PER_LANE, float32)
         for i in range(num_outputs):
             o[i] = ZERO
         for i in range(num_scores):
@@ -93,7 +136,9 @@ def make_walk(spec, geometry, ring):
                 multiply_keys(me, shared, keys, queries, fragments, s, 0, first_part)
                 find_largest(own, largest)
                 multiply_keys(me, shared, keys, queries, fragments, s, first_part, second_part)
-                raised = weigh(own, largest, maxima, sums, factors, p)
+                raised = raise_maxima(largest, maxima, sums, factors, bases)
+                for j in range(key_frags):
+                    weigh(own, bases, sums, p, j)
                 multiply_keys(me, shared, keys, queries, fragments, s, second_part, query_steps)
                 for i in range(num_scores):
                     own[i] = s[i]
@@ -107,28 +152,26 @@ def make_walk(spec, geometry, ring):
                         multiply_values(me, shared, uint32(0), values, p, o)
             if tile > first_tile:
                 release(me, shared, last_turn)
-            if tile > first_tile and tile + (stages - 2) < end_tile:
+            if tile > first_tile + 1 and tile + (stages - 2) < end_tile:
                 # Into the slot of the tile before the last one, which all warps have left by now.
-                free = turn_before(turn_before(turn))
-                fetch(me, args, shared, record, int32(tile + stages - 2), indices, free)
-                next_indices(me, args, record, int32(tile + stages - 1), indices)
+                fetch(me, args, shared, record, int32(tile + stages - 2), turn_before(turn_before(turn)))
             last_turn = turn
             if tile < end_tile:
                 turn = next_turn(turn)
             tile = int32(tile + 1)
 
-        leave_states(me, shared, maxima, sums)
         if key_teams > 1:
             cuda.syncthreads()  # no warp reads the ring any more: outputs may go there
             if warp >= row_teams:
-                leave_outputs(me, shared, o)
+                leave(me, shared, maxima, sums, o)
             cuda.syncthreads()  # publishes states and outputs to the block
+            if warp < row_teams:
+                join(me, args, shared, record, maxima, sums, o)
         else:
-            cuda.syncwarp()  # publishes states to the warp
+            finish_rows(me, args, shared, record, maxima, sums)
+        cuda.syncwarp()  # publishes the rows' factors to the warp
         if warp < row_teams and has_rows:
             write_outputs(me, args, shared, record, o)
-        if key_teams > 1:
-            cuda.syncthreads()  # outputs have been read: the next segment may fill the ring
         return turn
 
     return walk_segment

@@ -13,10 +13,10 @@ from numba.cuda import libdevice
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import FULL_WARP
-from nbverify.kernels.masking import make_finish_score, scale_score
+from nbverify.kernels.masking import make_finish_score
 from nbverify.kernels.scores import FRAG_BYTES
 from nbverify.kernels.segments import MASK_START, load_segment
-from nbverify.kernels.softmax import ZERO, exponent_base
+from nbverify.kernels.softmax import LOG2_E, exponent_base
 
 SLACK = float32(8.0)  # log2 of the largest weight
 ONE = float32(1.0)
@@ -30,7 +30,7 @@ def make_pack(dtype):
 
 
 def make_weigh(spec, geometry):
-    """From products to weights, in three functions with no branch but the first one's.
+    """From products to weights, in four functions with no branch but the first one's, to be spread among products.
 
     ``scale(me, args, record, first_row, first_key, checked, own)`` makes scores: scaled, masked, with score_mod, times
     log2(e).  ``first_row`` (in the row unit) and ``first_key`` are those of the layout (scores.py).  ``checked``: some
@@ -38,8 +38,12 @@ def make_weigh(spec, geometry):
 
     ``find_largest(own, largest)``: the maximum of each of the lane's rows.
 
-    ``weigh(own, largest, maxima, sums, factors, p)`` makes weights of the scores (pairs, ``p[r * key_frags + j]``),
-    brings the rows' states up to date, and returns whether a factor of this lane is not 1.
+    ``raise_maxima(largest, maxima, sums, factors, bases)``: brings the rows' maxima up to date, gives the factors for
+    what was summed so far, applies them to ``sums``, and says whether a factor of this lane is not 1.  ``bases`` are
+    what exponents are taken against.
+
+    ``weigh(own, bases, sums, p, j)``: weights of the scores of keys ``8 j`` to ``8 j + 7`` (pairs,
+    ``p[r * key_frags + j]``), added to ``sums``.
     """
     rows, key_frags = ROWS_PER_LANE, geometry.key_frags
     pack, finish_score = make_pack(spec.dtype), make_finish_score(spec)
@@ -60,8 +64,9 @@ def make_weigh(spec, geometry):
                             args, segment.request, segment.kv_head, mask_start, row + 8 * r, key + 8 * j + i, own[at]
                         )
         else:
+            factor = libdevice.fmul_rn(args.score_scale, LOG2_E)
             for at in range(rows * key_frags * 2):
-                own[at] = scale_score(args, own[at])
+                own[at] = libdevice.fmul_rn(own[at], factor)
 
     @cuda.jit(device=True, forceinline=True)
     def find_largest(own, largest):
@@ -75,26 +80,29 @@ def make_weigh(spec, geometry):
             largest[r] = max(x, cuda.shfl_xor_sync(uint32(FULL_WARP), x, 2))
 
     @cuda.jit(device=True, forceinline=True)
-    def weigh(own, largest, maxima, sums, factors, p):
+    def raise_maxima(largest, maxima, sums, factors, bases):
         ptx.unroll_loops()
         any_raised = False
         for r in range(rows):
-            first = r * key_frags * 2
             is_raised = largest[r] > libdevice.fadd_rn(maxima[r], SLACK)
             factors[r] = ptx.ex2(libdevice.fsub_rn(maxima[r], largest[r])) if is_raised else ONE
             maxima[r] = largest[r] if is_raised else maxima[r]
             any_raised = any_raised or is_raised
-            base = exponent_base(maxima[r])
-            total = ZERO
-            for j in range(key_frags):
-                even = ptx.ex2(libdevice.fsub_rn(own[first + 2 * j], base))
-                odd = ptx.ex2(libdevice.fsub_rn(own[first + 2 * j + 1], base))
-                total = libdevice.fadd_rn(total, libdevice.fadd_rn(even, odd))
-                p[r * key_frags + j] = pack(even, odd)
-            sums[r] = cuda.fma(sums[r], factors[r], total)
+            bases[r] = exponent_base(maxima[r])
+            sums[r] = libdevice.fmul_rn(sums[r], factors[r])
         return any_raised
 
-    return scale, find_largest, weigh
+    @cuda.jit(device=True, forceinline=True)
+    def weigh(own, bases, sums, p, j):
+        ptx.unroll_loops()
+        for r in range(rows):
+            at = (r * key_frags + j) * 2
+            even = ptx.ex2(libdevice.fsub_rn(own[at], bases[r]))
+            odd = ptx.ex2(libdevice.fsub_rn(own[at + 1], bases[r]))
+            sums[r] = libdevice.fadd_rn(sums[r], libdevice.fadd_rn(even, odd))
+            p[r * key_frags + j] = pack(even, odd)
+
+    return scale, find_largest, raise_maxima, weigh
 
 
 @cuda.jit(device=True, forceinline=True)
