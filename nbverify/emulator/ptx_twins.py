@@ -181,6 +181,13 @@ def shared_address(array: CheckedArray, index: Any) -> Any:
     return uint32(_block().address_of(array) + int(index) * array.itemsize)
 
 
+def shared_int64(address: Any, length: int) -> Any:
+    """A view of the block's dynamic shared memory."""
+    _shared("shared_int64", address, 8 * length, 8)
+    first = (_address32(address) - WINDOW_START) // 8
+    return getcurrent().block.dynamic_shared.view(np.int64)[first : first + length]
+
+
 def global_address(array: CheckedArray, index: Any) -> Any:
     """Address in this process."""
     return uint64(array.address + int(index) * array.itemsize)
@@ -649,6 +656,7 @@ for _dtype, _letter in ((np.uint32, "u32"), (np.uint64, "u64"), (F32, "f32")):
 PTX_TWINS: dict[str, Twin] = {
     **_MEMORY_TWINS,
     "shared_address": shared_address,
+    "shared_int64": shared_int64,
     "global_address": global_address,
     "mma_bf16": _mma("mma_bf16", _bfloat16_values),
     "mma_f16": _mma("mma_f16", _float16_values),
@@ -686,8 +694,9 @@ PTX_TWINS: dict[str, Twin] = {
     "elect_one": elect_one,
     "setmaxnreg_inc": setmaxnreg,
     "setmaxnreg_dec": setmaxnreg,
-    "lane_id": lambda: uint32(getcurrent().lane),
+    "thread_id": lambda: uint32(getcurrent().index),
     "opaque_u32": lambda x: uint32(_address32(x)),
+    "opaque_u64": uint64,
     "unroll_loops": lambda: None,
 }
 

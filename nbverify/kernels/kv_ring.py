@@ -31,12 +31,12 @@ constants.  Bulk copies (sm_90) were tried: one lane then issues a row at a time
 
 from typing import NamedTuple
 
-from numba import cuda, int32, int64, uint32, uint64
+from numba import cuda, int32, uint32, uint64
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.kv_tiles import pool_row
-from nbverify.kernels.segments import DRAFT_INDICES, PREFIX_INDICES, load_segment
+from nbverify.kernels.segments import INDEX_LISTS, load_segment
 
 BARRIER_BYTES = 8
 CHUNK_BYTES = 16  # of a cp.async
@@ -94,15 +94,16 @@ def make_ring(spec, geometry):
     @cuda.jit(device=True, forceinline=True)
     def my_row(me, i):
         """The row of a tile that this lane has a part in, in pass ``i``; some are past the tile's last."""
-        return int32((int32(me.warp) - first_warp) * copied_rows + i * rows_per_pass + int32(me.lane) // lanes)
+        return int32((me.warp - uint32(first_warp)) * uint32(copied_rows) + me.lane // uint32(lanes) + i * rows_per_pass)
 
     @cuda.jit(device=True, forceinline=True)
     def index_address(args, record, key):
         """Global address of the low word of a key's entry in the index lists."""
-        drafts = int32(key - int32(load_segment(record).request.prefix_len))
-        if drafts < 0:
-            return uint64(record[PREFIX_INDICES]) + uint64(uint32(key)) * uint64(args.kv_indices_words * INDEX_BYTES)
-        return uint64(record[DRAFT_INDICES]) + uint64(uint32(drafts)) * uint64(args.out_cache_loc_words * INDEX_BYTES)
+        prefix_list, draft_list = ptx.load_shared_v2_u64(ptx.shared_address(record, INDEX_LISTS))
+        draft = int32(key - int32(load_segment(record).request.prefix_len))
+        if draft < 0:
+            return prefix_list + uint64(uint32(key)) * uint64(args.kv_indices_words * INDEX_BYTES)
+        return draft_list + uint64(uint32(draft)) * uint64(args.out_cache_loc_words * INDEX_BYTES)
 
     @cuda.jit(device=True, forceinline=True)
     def index_place(shared, turn, row):
@@ -124,7 +125,7 @@ def make_ring(spec, geometry):
             for d in range(stages):
                 for i in range(passes):
                     row = my_row(me, i)
-                    if int32(me.lane) % lanes == 0 and row < keys_per_tile:
+                    if me.lane % uint32(lanes) == uint32(0) and row < keys_per_tile:
                         ptx.store_shared_u32(index_place(shared, turn, row), indices[d * passes + i])
                 turn = next_turn(turn)
         cuda.syncwarp()  # publishes them to the warp
@@ -133,11 +134,12 @@ def make_ring(spec, geometry):
     def copy_row(pool, row, row_stride, kv_head, head_stride, target, piece, steps):
         """This lane's pieces of a row: 16 bytes each, ``lanes`` lanes side by side."""
         ptx.unroll_loops()
-        start = int64(row) * row_stride  # 64-bit: it passes 2^31 in a pool of 4 GB
+        # 64-bit: it passes 2^31 in a pool of 4 GB.  Opaque: else the stride's bytes are kept over the whole walk.
+        start = ptx.opaque_u64(uint64(row) * uint64(row_stride))
         if has_heads:
-            start += kv_head * head_stride
-        source = ptx.global_address(pool, start) + uint64(piece * CHUNK_BYTES)
-        target = uint32(target + uint32(piece * CHUNK_BYTES))
+            start += uint64(kv_head * head_stride)
+        source = ptx.global_address(pool, start) + uint64(piece * uint32(CHUNK_BYTES))
+        target = uint32(target + piece * uint32(CHUNK_BYTES))
         for step in range(steps):
             at = step * lanes * CHUNK_BYTES
             ptx.cp_async_16(target + uint32(at), source + uint64(at))
@@ -149,7 +151,7 @@ def make_ring(spec, geometry):
         And the indices of the tile that comes into the slot after it.
         """
         ptx.unroll_loops()
-        lane, segment = int32(me.lane), load_segment(record)
+        piece, segment = me.lane % uint32(lanes), load_segment(record)
         rows = int32(int32(segment.request.num_keys) - int32(tile * keys_per_tile))  # from here on, of the request
         if not has_roles:
             wait(barrier_of(shared, free, empty_offset), free)
@@ -161,18 +163,18 @@ def make_ring(spec, geometry):
                 pool = pool_row(args, ptx.load_shared_u32(place))
                 copy_row(
                     args.k_cache, pool, args.k_cache_stride_slot, segment.kv_head, args.k_cache_stride_head,
-                    base + uint32(row * k_pitch), lane % lanes, k_steps,
+                    base + uint32(row * k_pitch), piece, k_steps,
                 )  # fmt: skip
                 if separate_v:
                     copy_row(
                         args.v_cache, pool, args.v_cache_stride_slot, segment.kv_head, args.v_cache_stride_head,
-                        base + uint32(v_offset + row * v_pitch), lane % lanes, v_steps,
+                        base + uint32(v_offset + row * v_pitch), piece, v_steps,
                     )  # fmt: skip
         cuda.syncwarp()  # all lanes have read the index of their row: it may be overwritten
         for i in range(passes):
             row = my_row(me, i)
             later = int32(row + stages * keys_per_tile)
-            if lane % lanes == 0 and row < keys_per_tile and later < rows:
+            if me.lane % uint32(lanes) == uint32(0) and row < keys_per_tile and later < rows:
                 source = index_address(args, record, int32(tile * keys_per_tile + later))
                 ptx.cp_async_4(index_place(shared, free, row), source)
         ptx.cp_async_arrive(barrier_of(shared, free, full_offset))

@@ -25,7 +25,7 @@ from llvmlite import ir
 from numba.cuda import cgutils, types
 from numba.cuda.core.errors import TypingError
 from numba.cuda.extending import intrinsic
-from numba.cuda.np.arrayobj import make_array
+from numba.cuda.np.arrayobj import make_array, populate_array
 from numba.cuda.typing import signature
 
 f32, u32, u64, i64 = types.float32, types.uint32, types.uint64, types.int64
@@ -121,6 +121,32 @@ def shared_address(typingctx, array, index):
         return builder.add(start, builder.mul(values[1], ir.IntType(32)(_itemsize(context, sig.args[0]))))
 
     return _address_signature("shared_address", u32, array, index, u32), generate
+
+
+@intrinsic
+def shared_int64(typingctx, address, length):
+    """The ``length`` (a constant) int64 at a shared address (u32, 8-byte aligned), as an array.
+
+    Not an instruction: an array like any other, but its place derives from the address and from nothing else.
+    """
+    count = _constant("shared_int64", length)
+    array = types.Array(i64, 1, "C")
+
+    def generate(context, builder, sig, values):
+        element = ir.IntType(64)
+        pointer = builder.inttoptr(values[0], ir.PointerType(element, SHARED_SPACE))
+        made = make_array(array)(context, builder)
+        populate_array(
+            made,
+            data=builder.addrspacecast(pointer, ir.PointerType(element)),
+            shape=[context.get_constant(types.intp, count)],
+            strides=[context.get_constant(types.intp, 8)],
+            itemsize=context.get_constant(types.intp, 8),
+            meminfo=None,
+        )
+        return made._getvalue()
+
+    return signature(array, u32, length), generate
 
 
 @intrinsic
@@ -701,9 +727,15 @@ def opaque_u32(typingctx, x):
 
 
 @intrinsic
-def lane_id(typingctx):
-    """The lane (u32), read from its special register each time: where a register to keep it in is missing."""
-    return _emit("mov.u32 $0, %laneid;", u32)
+def opaque_u64(typingctx, x):
+    """``opaque_u32`` of 64 bits: u64 -> u64."""
+    return _emit("mov.b64 $0, $1;", u64, (x, u64), pure=True)
+
+
+@intrinsic
+def thread_id(typingctx):
+    """``threadIdx.x`` (u32), read from its special register each time: where a register to keep it in is missing."""
+    return _emit("mov.u32 $0, %tid.x;", u32)
 
 
 @intrinsic

@@ -202,11 +202,9 @@ def make_schedule(spec, geometry):
 
     @cuda.jit(device=True)
     def share(args, table):
-        block, blocks, num_items = (
-            int32(cuda.blockIdx.x),
-            num_active_blocks(args, table),
-            table[uint32(args.num_requests)],
-        )
+        # Opaque: else its address is kept for the merge, in a register that the walk lacks.
+        num_items = table[ptx.opaque_u32(args.num_requests)]
+        block, blocks = int32(cuda.blockIdx.x), min(int32(cuda.gridDim.x), num_items)
         if block >= blocks:
             return int32(0), int32(0)
         return block_begin(num_items, blocks, block), block_begin(num_items, blocks, block + 1)

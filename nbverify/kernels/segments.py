@@ -14,8 +14,10 @@ from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.indices import load_index
 from nbverify.kernels.schedule import Request, Segment
+from nbverify.kernels.tiles import SEGMENT_FIELDS
 
-NEXT_POSITION, MASK_START, PREFIX_INDICES, DRAFT_INDICES = 12, 13, 14, 15
+NEXT_POSITION, SHARE_END, MASK_START = 12, 13, 14
+INDEX_LISTS = 16  # and the next one: in 16 aligned bytes
 
 
 def make_open_segment(spec, schedule):
@@ -38,14 +40,18 @@ def make_open_segment(spec, schedule):
             record[3], record[4], record[5] = request.token_start, request.num_nodes, request.num_keys
             record[6], record[7] = segment.kv_head, segment.first_row
             record[8], record[9], record[10] = segment.first_tile, segment.end_tile, int64(segment.direct)
-            record[11], record[NEXT_POSITION], record[MASK_START] = segment.state, segment.next_position, mask_start
+            record[11], record[NEXT_POSITION], record[SHARE_END] = segment.state, segment.next_position, share_end
+            record[MASK_START] = mask_start
             # Addresses of the request's first entries in the two index lists: an index is then a few instructions away.
             first_prefix = request.prefix_start * args.kv_indices_words
             first_draft = request.token_start * args.out_cache_loc_words
-            record[PREFIX_INDICES] = int64(ptx.global_address(args.kv_indices, first_prefix))
-            record[DRAFT_INDICES] = int64(ptx.global_address(args.out_cache_loc, first_draft))
+            record[INDEX_LISTS] = int64(ptx.global_address(args.kv_indices, first_prefix))
+            record[INDEX_LISTS + 1] = int64(ptx.global_address(args.out_cache_loc, first_draft))
 
     return open_segment
+
+
+RECORD_BYTES = 8 * SEGMENT_FIELDS
 
 
 @cuda.jit(device=True, forceinline=True)

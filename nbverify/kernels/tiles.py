@@ -25,7 +25,7 @@ from nbverify.spec import VerifySpec
 FRAG_ROWS = 16  # rows of an mma
 FRAG_KEYS = 16  # keys of an mma of P and V
 SHARED_PAD = 16  # bytes: rows of a width that is a multiple of 32 bytes then start in different banks (ldmatrix)
-SEGMENT_FIELDS = 16  # of a segment's record
+SEGMENT_FIELDS = 18  # of a segment's record
 MAX_WARPS = 8  # 255 registers a thread
 MAX_ROLE_FRAGS = 4  # 64 rows
 MAX_LEAN_WARPS = 12  # 168 registers a thread
@@ -169,6 +169,11 @@ class MmaGeometry:
         short (teams keep queries and outputs in one warp) it does better alone.
         """
         return 1 if self.has_roles else 0
+
+    @property
+    def pieces_ahead(self) -> int:
+        """The same for the pieces of V."""
+        return 1 if self.has_roles and not self.shifts_registers else 0
 
     @property
     def query_steps(self) -> int:

@@ -5,7 +5,8 @@ of row fragment m and columns 8 j to 8 j + 7 of the slice (rows g and g + 8, col
 
 A weight of 0 must not let a value through, but 0 times NaN is NaN in an mma.  Where every row sees every key that does
 not matter: a NaN then belongs to all rows.  In a *checked* tile, where keys may be hidden (the draft part, and what
-stands behind the last key), values that are not finite are taken out of the operand:
+stands behind the last key), values that are not finite are taken out: with roles in shared memory, where only one warp
+reads a value and the scores of the tile are done with; with teams out of the operand.
 
     shared K/V   and nothing more: V is part of the K row, so a row that sees the key has a score that is not finite,
                  and with it a sum that is not: it is spoiled already, in all columns.
@@ -19,7 +20,7 @@ import math
 from numba import cuda, float32, uint32
 
 from nbverify.kernels import ptx
-from nbverify.kernels.geometry import FULL_WARP
+from nbverify.kernels.geometry import FULL_WARP, WARP
 from nbverify.kernels.scores import FRAG_BYTES, make_multiply
 from nbverify.kernels.softmax import ZERO
 
@@ -57,7 +58,7 @@ def make_multiply_values(spec, geometry, *, checked):
     v_pitch, weights_offset, weights_bytes = geometry.v_pitch, geometry.weights_offset, geometry.weights_bytes
     has_roles, separate_v = geometry.has_roles, geometry.separate_v
     key_steps, column_pairs, num_registers = team_keys // 16, value_frags // 2, 4 * row_frags
-    ahead = geometry.steps_ahead
+    ahead = geometry.pieces_ahead
     num_fragments = 4 * (ahead + 1)
     multiply = make_multiply(spec.dtype)
     without_non_finite = _make_without_non_finite(spec.dtype)
@@ -125,6 +126,32 @@ def make_multiply_values(spec, geometry, *, checked):
                     o[at], o[at + 1], o[at + 2], o[at + 3] = c[0], c[1], c[2], c[3]
 
     return multiply_values
+
+
+def make_clean_values(spec, geometry):
+    """``clean_values(me, tile)``: zeros for what is not finite in a value warp's columns of a tile (roles, shared K/V).
+
+    ``tile`` is the address of its V rows.
+    """
+    keys_per_tile, score_warps, v_pitch = geometry.keys_per_tile, geometry.score_warps, geometry.v_pitch
+    chunks = geometry.value_frags  # of 16 bytes, a row
+    without_non_finite = _make_without_non_finite(spec.dtype)
+
+    @cuda.jit(device=True, forceinline=True)
+    def clean_values(me, tile):
+        first = uint32(tile + (me.warp - uint32(score_warps)) * uint32(chunks * 16))
+        i = me.lane
+        while i < uint32(keys_per_tile * chunks):
+            place = uint32(first + i // uint32(chunks) * uint32(v_pitch) + i % uint32(chunks) * uint32(16))
+            x = ptx.load_shared_v4_u32(place)
+            clean = (
+                without_non_finite(x[0]), without_non_finite(x[1]), without_non_finite(x[2]), without_non_finite(x[3]),
+            )  # fmt: skip
+            ptx.store_shared_v4_u32(place, clean)
+            i = uint32(i + uint32(WARP))
+        cuda.syncwarp()  # publishes the columns to the warp
+
+    return clean_values
 
 
 def _make_without_non_finite(dtype):

@@ -20,10 +20,10 @@ Numerics   products exact, sums of mma in float32, P rounded to the 16-bit type,
 from numba import cuda, int32, uint8, uint32
 
 from nbverify.kernels import ptx, walk_roles, walk_teams
-from nbverify.kernels.geometry import FULL_WARP, merge_scratch_bytes
+from nbverify.kernels.geometry import merge_scratch_bytes
 from nbverify.kernels.kv_ring import make_ring
 from nbverify.kernels.schedule import make_schedule
-from nbverify.kernels.threads import find_place
+from nbverify.kernels.threads import find_place, uniform
 from nbverify.reduce import grid_sync, two_launch
 from nbverify.reduce.merge import make_merge_phase
 
@@ -48,11 +48,10 @@ def make_split_phase(spec, geometry, schedule):
     @cuda.jit(device=True)
     def split_phase(args, table):
         me = find_place()
-        # By way of a shuffle it stays in a uniform register; else the assembler makes it again from a special one.
         window = int32(ptx.shared_address(cuda.shared.array(0, uint8, 16), 0))
-        shared = uint32(cuda.shfl_sync(uint32(FULL_WARP), window, 0))
+        shared = uint32(uniform(window))
         init_ring(shared)  # published by the barrier that publishes the first segment
         position, share_end = share(args, table)
-        walk_share(me, args, shared, table, position, share_end)  # an idle block has nothing to walk
+        walk_share(me, args, shared, table, uniform(position), uniform(share_end))  # an idle block has nothing to walk
 
     return split_phase

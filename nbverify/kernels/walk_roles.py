@@ -4,23 +4,23 @@
                     chains that do not wait for each other); P, factors and a flag of tile i - 1 to shared memory
     value warp v    columns of its slice, all rows: outputs of tile i - 1, and before them the fetch of a tile to come
 
-Publications   A segment of n tiles has n + 1 of them, numbered from 0; number i + 1 brings P of tile i, and number 0
-               nothing: with it the loop over the tiles has no first round of its own.  P lies in one of two places, by
-               the parity of its number.
+Publications   A segment of n tiles has n + 1 of them, numbered downwards: number i brings P of the tile after which i
+               more come, and number n nothing: with it the loop over the tiles has no first round of its own.  P lies
+               in one of two places, by the parity of its number.
 
 Who waits for whom, and why that is enough
     queries read       QFREE, once a segment: the score warps arrive when their queries have left the ring, value warps
                        wait for it before they fetch into the slots where those lay
     tile there         both roles, on the ring's mbarrier ``full``, before they read the tile           (kv_ring.py)
     READY[parity]      score warps arrive when a publication is written, value warps wait for it
-    DONE[parity]       value warps arrive when a publication is read, if there is one more but one (and twice at the
+    DONE[parity]       value warps arrive when a publication is read, if there is another in its place (and twice at the
                        start: both places are free); score warps wait for it before they write to the place
     tile free          value warps fetch into the slot of tile i - 1 when they have come to READY of tile i: that
                        barrier waits for all of them, so all have read that tile's V, and the score warps had read its K
                        before they published its P
-Each named barrier is used again only when its last phase is over: a score warp arrives at READY of number i + 2 after it
+Each named barrier is used again only when its last phase is over: a score warp arrives at READY of number i - 2 after it
 waited at DONE of number i, for which all value warps must have passed READY of number i; a value warp arrives at DONE
-of number i + 2 after READY of it, for which all score warps must have passed DONE of number i.  A segment leaves all of
+of number i - 2 after READY of it, for which all score warps must have passed DONE of number i.  A segment leaves all of
 them at rest: it has as many arrivals as waits.
     end of segment     a block barrier publishes what the score warps found out about the rows to the value warps
     next segment       another publishes its record
@@ -36,9 +36,15 @@ from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.outputs import make_finish_rows, make_write_outputs
 from nbverify.kernels.scores import make_load_queries, make_multiply_keys, step_registers_of
-from nbverify.kernels.segments import NEXT_POSITION, load_segment, make_open_segment
+from nbverify.kernels.segments import (
+    NEXT_POSITION,
+    RECORD_BYTES,
+    SHARE_END,
+    load_segment,
+    make_open_segment,
+)
 from nbverify.kernels.softmax import NEG_INF, ZERO
-from nbverify.kernels.threads import Place
+from nbverify.kernels.threads import find_place_again, uniform
 from nbverify.kernels.tiles import (
     FRAG_ROWS,
     LAUNCH_REGISTERS,
@@ -46,7 +52,7 @@ from nbverify.kernels.tiles import (
     SEGMENT_FIELDS,
     VALUE_REGISTERS,
 )
-from nbverify.kernels.values import make_multiply_values
+from nbverify.kernels.values import make_clean_values, make_multiply_values
 from nbverify.kernels.weights import ONE, ROWS_PER_LANE, make_publish_weights, make_rescale_by_flags, make_weigh
 
 READY, DONE, QFREE = 1, 3, 5  # named barriers; the first two have one for each parity
@@ -55,7 +61,7 @@ READY, DONE, QFREE = 1, 3, 5  # named barriers; the first two have one for each 
 def make_walk(spec, geometry, schedule, ring):
     """``walk_share(me, args, shared, table, position, share_end)``: all segments of the block's share."""
     score_warps, shifts_registers = geometry.row_frags, geometry.shifts_registers
-    first_record = geometry.segments_offset // 8
+    first_record = geometry.segments_offset
     open_segment = make_open_segment(spec, schedule)
     walk_scores, walk_values = _make_walk_scores(spec, geometry, ring), _make_walk_values(spec, geometry, ring)
     write_outputs = make_write_outputs(spec, geometry)
@@ -63,30 +69,31 @@ def make_walk(spec, geometry, schedule, ring):
 
     @cuda.jit(device=True, forceinline=True)
     def score_share(me, args, shared, table, position, share_end):
-        records, turn, which = cuda.shared.array(0, int64, 16)[first_record:], int32(0), uint32(0)
+        turn, offset = int32(0), uint32(first_record)
         while position < share_end:
-            record = records[which * uint32(SEGMENT_FIELDS) :]
+            record = ptx.shared_int64(shared + offset, SEGMENT_FIELDS)
             if cuda.threadIdx.x < WARP:
                 open_segment(args, table, position, share_end, record)
             cuda.syncthreads()  # publishes the record; nobody uses the other one any more
             turn = walk_scores(me, args, shared, record, turn)
             cuda.syncthreads()  # publishes the rows' states
-            position = int32(record[NEXT_POSITION])
-            which = which ^ uint32(1)
+            position, share_end = int32(record[NEXT_POSITION]), int32(record[SHARE_END])
+            offset = uint32(uint32(2 * first_record + RECORD_BYTES) - offset)  # the other one
 
     @cuda.jit(device=True, forceinline=True)
-    def value_share(me, args, shared, position, share_end):
+    def value_share(args, shared, position, share_end):
         ptx.unroll_loops()
-        records, turn, which = cuda.shared.array(0, int64, 16)[first_record:], int32(0), uint32(0)
+        turn, offset = int32(0), uint32(first_record)
         o = cuda.local.array(num_outputs, float32)
-        while position < share_end:
-            record = records[which * uint32(SEGMENT_FIELDS) :]
+        has_more = position < share_end
+        while has_more:
             cuda.syncthreads()  # the first warp has looked the segment up
-            turn = walk_values(me, args, shared, record, turn, o)
+            turn = walk_values(args, shared, offset, turn, o)
             cuda.syncthreads()  # the score warps have finished the rows
-            write_outputs(me, args, shared, record, o)
-            position = int32(record[NEXT_POSITION])
-            which = which ^ uint32(1)
+            record = ptx.shared_int64(shared + offset, SEGMENT_FIELDS)
+            write_outputs(find_place_again(), args, shared, record, o)
+            has_more = uniform(int32(int32(record[SHARE_END]) - int32(record[NEXT_POSITION]))) > 0
+            offset = uint32(uint32(2 * first_record + RECORD_BYTES) - offset)  # the other one
 
     @cuda.jit(device=True, forceinline=True)
     def walk_share(me, args, shared, table, position, share_end):
@@ -99,7 +106,7 @@ def make_walk(spec, geometry, schedule, ring):
         else:
             if shifts_registers:
                 ptx.setmaxnreg_dec(VALUE_REGISTERS)
-            value_share(me, args, shared, position, share_end)
+            value_share(args, shared, position, share_end)
             if shifts_registers:
                 ptx.setmaxnreg_inc(LAUNCH_REGISTERS)
 
@@ -145,8 +152,9 @@ def _make_walk_scores(spec, geometry, ring):
             own[i] = NEG_INF
         for r in range(ROWS_PER_LANE):
             maxima[r], sums[r] = NEG_INF, ZERO
-        tile, parity = first_tile, uint32(0)
+        tile = first_tile
         while tile < end_tile:
+            parity = uint32(end_tile - tile) & uint32(1)
             wait_full(shared, turn)
             ptx.barrier_sync(uint32(DONE) + parity, uint32(threads))
             if tile > first_tile:
@@ -164,18 +172,17 @@ def _make_walk_scores(spec, geometry, ring):
             ptx.barrier_arrive(uint32(READY) + parity, uint32(threads))
             for i in range(num_scores):
                 own[i] = s[i]
-            turn, parity = next_turn(turn), parity ^ uint32(1)
-            tile = int32(tile + 1)
+            turn, tile = next_turn(turn), int32(tile + 1)
 
-        ptx.barrier_sync(uint32(DONE) + parity, uint32(threads))
+        ptx.barrier_sync(uint32(DONE), uint32(threads))
         checked = end_tile > first_checked
         scale(me, args, record, first_row, int32((end_tile - 1) * keys_per_tile), checked, own)
         find_largest(own, largest)
         raised = raise_maxima(largest, maxima, sums, factors, bases)
         for j in range(key_frags):
             weigh(own, bases, sums, p, j)
-        publish_weights(me, shared, parity, raised, factors, p)
-        ptx.barrier_arrive(uint32(READY) + parity, uint32(threads))
+        publish_weights(me, shared, uint32(0), raised, factors, p)
+        ptx.barrier_arrive(uint32(READY), uint32(threads))
         finish_rows(me, args, shared, record, maxima, sums)
         return turn
 
@@ -190,16 +197,17 @@ def _make_walk_scores(spec, geometry, ring):
             p[i] = uint32(0)
         for r in range(ROWS_PER_LANE):
             factors[r] = ONE
-        publications, number = int32(int32(segment.end_tile) - int32(segment.first_tile) + 1), int32(0)
-        while number < publications:
-            parity = uint32(number) & uint32(1)
+        tiles = int32(int32(segment.end_tile) - int32(segment.first_tile))
+        left = tiles
+        while left >= 0:
+            parity = uint32(left) & uint32(1)
             ptx.barrier_sync(uint32(DONE) + parity, uint32(threads))
-            if number < 2:
+            if left >= tiles - 1:
                 publish_weights(me, shared, parity, False, factors, p)
             ptx.barrier_arrive(uint32(READY) + parity, uint32(threads))
-            if number > 0:
+            if left > 0:
                 turn = next_turn(turn)
-            number = int32(number + 1)
+            left = int32(left - 1)
         return turn
 
     @cuda.jit(device=True, forceinline=True)
@@ -240,7 +248,10 @@ def _make_multiply_and_weigh(multiply_keys, weigh, begin, end, pieces):
 
 
 def _make_walk_values(spec, geometry, ring):
-    """``walk_values(me, args, shared, record, turn, o)``: ``o`` = outputs of the segment; gives the ring's turn then."""
+    """``walk_values(args, shared, offset, turn, o)``: ``o`` = outputs of a segment; gives the ring's turn then.
+
+    ``offset`` is where the segment's record lies in shared memory.
+    """
     stages, v_offset, threads = geometry.stages, geometry.v_offset, geometry.threads
     keys_per_tile, num_outputs = geometry.keys_per_tile, 4 * geometry.row_frags * geometry.value_frags
     before_queries = stages - geometry.staging_slots  # tiles that go to slots where no queries are
@@ -249,7 +260,7 @@ def _make_walk_values(spec, geometry, ring):
     tile_address, next_turn, turn_before = ring.tile_address, ring.next_turn, ring.turn_before
     rescale_by_flags = make_rescale_by_flags(geometry)
     multiply_values = make_multiply_values(spec, geometry, checked=False)
-    multiply_checked_values = make_multiply_values(spec, geometry, checked=True)
+    clean_values = make_clean_values(spec, geometry)
 
     @cuda.jit(device=True, forceinline=True)
     def fill(me, args, shared, record, turn):
@@ -268,43 +279,42 @@ def _make_walk_values(spec, geometry, ring):
             tile = int32(tile + 1)
 
     @cuda.jit(device=True, forceinline=True)
-    def walk_values(me, args, shared, record, turn, o):
+    def walk_values(args, shared, offset, turn, o):
         # Outputs and operands take all but a few registers.  What else is live over a tile is kept few: ``left``
         # counts the tiles, the rest comes from the record, and addresses are made anew from the lane.
         ptx.unroll_loops()
         ptx.barrier_arrive(uint32(DONE), uint32(threads))  # both places of P are free
         ptx.barrier_arrive(uint32(DONE + 1), uint32(threads))
-        fill(me, args, shared, record, turn)
+        record = ptx.shared_int64(shared + offset, SEGMENT_FIELDS)
+        fill(find_place_again(), args, shared, record, turn)
         for i in range(num_outputs):
             o[i] = ZERO
         segment = load_segment(record)
-        left = int32(int32(segment.end_tile) - int32(segment.first_tile))
-        ptx.barrier_sync(uint32(READY), uint32(threads))  # publication 0
+        left = uniform(int32(int32(segment.end_tile) - int32(segment.first_tile)))
+        parity = uint32(left) & uint32(1)
+        ptx.barrier_sync(uint32(READY) + parity, uint32(threads))  # the empty publication
         if left >= 2:
-            ptx.barrier_arrive(uint32(DONE), uint32(threads))
-        parity = uint32(1)
+            ptx.barrier_arrive(uint32(DONE) + parity, uint32(threads))
         while left > 0:
-            here = Place(ptx.lane_id(), me.warp)
+            parity = uint32(left - 1) & uint32(1)
             wait_full(shared, turn)
             ptx.barrier_sync(uint32(READY) + parity, uint32(threads))
+            here, base = find_place_again(), ptx.opaque_u32(shared)
+            record = ptx.shared_int64(base + offset, SEGMENT_FIELDS)
             segment = load_segment(record)
             tile = int32(int32(segment.end_tile) - left)
             if left >= stages and tile > int32(segment.first_tile):
                 # Into the slot of the tile before, which all value warps have left by now.
-                fetch(here, args, shared, record, int32(tile + (stages - 1)), turn_before(turn))
-            here = Place(ptx.lane_id(), me.warp)
-            rescale_by_flags(here, shared, parity, o)
-            values = tile_address(shared, turn) + uint32(v_offset)
-            segment = load_segment(record)
-            keys_after = int32(int32(int32(segment.end_tile) - left + 1) * keys_per_tile)
+                fetch(here, args, base, record, int32(tile + (stages - 1)), turn_before(turn))
+            rescale_by_flags(here, base, parity, o)
+            values = tile_address(base, turn) + uint32(v_offset)
+            keys_after = int32(int32(tile + 1) * keys_per_tile)
             if always_checked or keys_after > int32(segment.request.prefix_len):
-                multiply_checked_values(here, shared, parity, values, o, o)
-            else:
-                multiply_values(here, shared, parity, values, o, o)
+                clean_values(here, values)
+            multiply_values(here, base, parity, values, o, o)
             if left >= 3:  # there is one more but one
-                ptx.barrier_arrive(uint32(DONE) + parity, uint32(threads))
-            turn, parity = next_turn(turn), parity ^ uint32(1)
-            left = int32(left - 1)
+                ptx.barrier_arrive(uint32(DONE) + (ptx.opaque_u32(left - 1) & uint32(1)), uint32(threads))
+            turn, left = next_turn(int32(ptx.opaque_u32(turn))), int32(left - 1)
         return turn
 
     return walk_values

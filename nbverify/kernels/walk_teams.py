@@ -19,7 +19,7 @@ from nbverify.kernels import ptx
 from nbverify.kernels.geometry import FULL_WARP, WARP
 from nbverify.kernels.outputs import make_finish_rows, make_join_teams, make_write_outputs
 from nbverify.kernels.scores import make_load_queries, make_multiply_keys, step_registers_of
-from nbverify.kernels.segments import NEXT_POSITION, load_segment, make_open_segment
+from nbverify.kernels.segments import NEXT_POSITION, RECORD_BYTES, load_segment, make_open_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
 from nbverify.kernels.tiles import FRAG_ROWS, SEGMENT_FIELDS
 from nbverify.kernels.values import make_multiply_values, make_rescale
@@ -28,20 +28,20 @@ from nbverify.kernels.weights import ROWS_PER_LANE, make_weigh
 
 def make_walk(spec, geometry, schedule, ring):
     """``walk_share(me, args, shared, table, position, share_end)``: all segments of the block's share."""
-    first_record = geometry.segments_offset // 8
+    first_record = geometry.segments_offset
     open_segment, walk_segment = make_open_segment(spec, schedule), _make_walk_segment(spec, geometry, ring)
 
     @cuda.jit(device=True, forceinline=True)
     def walk_share(me, args, shared, table, position, share_end):
-        records, turn, which = cuda.shared.array(0, int64, 16)[first_record:], int32(0), uint32(0)
+        turn, offset = int32(0), uint32(first_record)
         while position < share_end:
-            record = records[which * uint32(SEGMENT_FIELDS) :]
+            record = ptx.shared_int64(shared + offset, SEGMENT_FIELDS)
             if cuda.threadIdx.x < WARP:
                 open_segment(args, table, position, share_end, record)
             cuda.syncthreads()  # publishes the record; nobody uses the other one, or the ring, any more
             turn = walk_segment(me, args, shared, record, turn)
             position = int32(record[NEXT_POSITION])
-            which = which ^ uint32(1)
+            offset = uint32(uint32(2 * first_record + RECORD_BYTES) - offset)  # the other one
 
     return walk_share
 
