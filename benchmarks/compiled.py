@@ -1,6 +1,6 @@
 """Every tile of the tensor-core kernel, compiled for the targets it ships for, and checked.  Needs no GPU.
 
-    python -m benchmarks.compiled                          all; writes results/compiled.json and the table in docs/tiles.md
+    python -m benchmarks.compiled                          all: rewrites results/compiled.json, docs/tiles.md
     python -m benchmarks.compiled --cc 12.0 --kinds mla    a look at some: nothing is written
     python -m benchmarks.compiled --check                  compiles nothing; 1 if the record or the table is out of date
 

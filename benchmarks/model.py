@@ -1,6 +1,6 @@
 """The model of nbverify/model.py beside what was measured: its errors, and its two constants.
 
-    python -m benchmarks.model            the errors on the H200's record; rewrites the table in docs/model.md
+    python -m benchmarks.model            the errors on the H200's record; rewrites the tables in docs/model.md
     python -m benchmarks.model --fit      the two constants that make the largest error smallest, all shapes at once
 
 The rates are the record's own ceilings, measured in the same process as its times.
@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from benchmarks import readme
+from benchmarks import compiled, readme
 from benchmarks.table import number
 from benchmarks.timing import ROOT
-from nbverify import model
+from nbverify import model, tile_report
+from nbverify.compile import target_of
+from nbverify.configurations import configurations
 from nbverify.kernels.tiles import MmaGeometry, choose_tiles, limits_of
 from nbverify.model import Batch, Chip, Estimate, Latency
 from nbverify.spec import VerifySpec
@@ -26,6 +28,9 @@ Row = dict[str, Any]
 PAGE = ROOT / "docs" / "model.md"
 BEGIN = "<!-- python -m benchmarks.model: begin -->"
 END = "<!-- python -m benchmarks.model: end -->"
+FORECAST_BEGIN = "<!-- python -m benchmarks.model: forecast begin -->"
+FORECAST_END = "<!-- python -m benchmarks.model: forecast end -->"
+FORECAST_CHIP = model.CHIPS["12.0"]
 NOTHING_YET = "No record of the chip yet.\n"
 CHIP = model.CHIPS["9.0"]
 BOUND = 0.10  # of any shape of the record: |modelled / measured - 1|
@@ -134,6 +139,33 @@ def section(record: dict[str, Any] | None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def forecast(record: dict[str, Any] | None) -> str:
+    """Kimi's shapes on a chip that is not here, with the blocks per SM of the record of the compiled tiles."""
+    if record is None:
+        return compiled.NOTHING_YET
+    target = target_of(FORECAST_CHIP.cc).name
+    found = {row["name"]: row["blocks_per_sm"] for row in record["rows"] if row["target"] == target}
+    blocks = {one.tiles: found[one.name] for one in configurations(FORECAST_CHIP.cc) if one.name in found}
+    lines = [
+        "| requests x nodes x heads, prefix | rows x keys | modelled us | of it partial states "
+        "| least us: read or multiply once | a tile waits for |",
+        "| --- " * 6 + "|",
+    ]
+    for row in tile_report.modelled_times(FORECAST_CHIP, blocks):
+        lines.append(
+            f"| {tile_report.label_of(row)} | {row['rows_per_tile']} x {row['keys_per_tile']} | {number(row['us'])} "
+            f"| {number(row['partials_us'])} | {number(row['limit_us'])} | {row['bound']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """docs/model.md, with its two tables made anew."""
+    text = PAGE.read_text(encoding="utf-8")
+    text = readme.replaced(text, section(record_of_chip()), BEGIN, END)
+    return readme.replaced(text, forecast(compiled.kept()), FORECAST_BEGIN, FORECAST_END)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, and rewrite the docs; or fit."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.model", description=__doc__.splitlines()[0])
@@ -149,8 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         worst, latency = fit(record)
         print(f"{latency}: largest error {100 * worst:.1f} %")
         return 0
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(readme.replaced(text, section(record), BEGIN, END), encoding="utf-8")
+    PAGE.write_text(page(), encoding="utf-8")
     found = errors(record)
     for label, error in found.items():
         print(f"{label:44} {100 * error:+5.1f} %")
