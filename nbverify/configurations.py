@@ -33,7 +33,7 @@ def _gqa(heads: int, kv_heads: int, head_dim: int, nodes: int, **options: Any) -
 SPECS: dict[str, dict[str, VerifySpec]] = {
     "mla": {f"mla-{nodes}": _mla(nodes) for nodes in (1, 4, 6, 33)},
     "mla288": {"mla288-8": _mla(8, head_dim_qk=288, head_dim_v=256)},
-    "gqa64": {f"gqa64-{nodes}": _gqa(9, 3, 64, nodes) for nodes in (17, 33)},
+    "gqa64": {f"gqa64-{nodes}": _gqa(9, 3, 64, nodes) for nodes in (17, 33, 64)},
     "gqa96": {f"gqa96-{nodes}": _gqa(32, 8, 96, nodes) for nodes in (8, 33)},
     "gqa128": {f"gqa128-{nodes}": _gqa(32, 8, 128, nodes) for nodes in (1, 8, 17, 33)},
     "mha192": {f"mha192-{nodes}": _gqa(16, 16, 192, nodes, head_dim_v=128) for nodes in (8, 65)},

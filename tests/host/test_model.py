@@ -104,6 +104,16 @@ def test_every_tile_of_every_row_is_walked_once(batch, grid):
     assert all(direct == (count == unit_tiles) for block in blocks for _, count, direct in block)
 
 
+def test_units_lie_on_the_line_as_in_the_schedule():
+    """The KV head varies fastest: 260 rows of two heads are two full row tiles, then two of 116 rows."""
+    spec = nv.VerifySpec.gqa(8, 2, 128, max_requests=1, max_nodes=65, max_kv_len=10_000, sm_scale=1.0, kernel="mma")
+    tiles = replace(choose_tiles(spec, limits_of((9, 0))), row_teams=9)
+    blocks = list(model.shares(spec, tiles, Batch(1, 65, 4096), 4))
+    assert [[(frags, direct) for frags, _, direct in block] for block in blocks] == [
+        [(9, True)], [(9, True)], [(8, True)], [(8, True)],
+    ]  # fmt: skip
+
+
 def estimate(chip=H200, *, latency=model.LATENCY, blocks_per_sm=1, nodes=33, prefix=32_768):
     spec = SPECS["mla"]["mla-33"]
     major, _, minor = chip.cc.partition(".")
@@ -140,11 +150,17 @@ def test_blocks_on_an_sm_hide_each_others_latency():
     assert two.tiles == pytest.approx(one.tiles / 2, abs=1)
     assert two.tensor_us == pytest.approx(2 * one.tensor_us)
     assert one.walk_us / 2 < two.walk_us < one.walk_us
+    many = estimate(blocks_per_sm=8)  # eight at a time leave no latency to hide, only the pipe that all of them need
+    assert many.walk_us == pytest.approx(many.tiles * max(many.tensor_us, many.shared_us))
 
 
 def test_what_a_tile_waits_for():
     assert estimate(replace(H200, mma_tflop_s=1.0)).bound == "tensor"
     assert estimate(latency=Latency(1e6, 0.0)).bound == "latency"
+    one = estimate(replace(H200, read_gb_s=100.0))
+    chain_us = max(one.tensor_us, one.shared_us) + one.latency_us
+    for share, bound in ((1.01, "memory"), (0.99, "shared memory")):  # of what the chain takes
+        assert estimate(replace(H200, read_gb_s=100.0 * one.memory_us / (share * chain_us))).bound == bound
 
 
 @pytest.mark.parametrize("goal", shapes.MUST, ids=lambda goal: goal.shape.label)
@@ -179,8 +195,14 @@ def test_the_model_reproduces_the_record(record):
     assert not too_far, "refit with python -m benchmarks.model --fit"
 
 
-def test_the_constants_are_those_of_the_fit(record):
-    assert checked.fit(record)[1] == model.LATENCY
+def test_the_constants_are_those_of_the_fit(record, monkeypatch):
+    """Of all in their neighbourhood: the whole grid takes a quarter of a minute."""
+    step = checked.TILE_CLOCKS.step
+    here = int(model.LATENCY.tile_clocks)
+    monkeypatch.setattr(checked, "TILE_CLOCKS", range(here - 4 * step, here + 5 * step, step))
+    worst, latency = checked.fit(record)
+    assert latency == model.LATENCY
+    assert worst == max(map(abs, checked.errors(record).values()))
 
 
 def test_the_tables_in_the_docs_are_of_the_records():
@@ -233,6 +255,12 @@ def test_configurations_are_each_another_tile():
         assert {one.tiles for one in found} == every
     names = [name for specs in SPECS.values() for name in specs]
     assert len(set(names)) == len(names)
+
+
+def test_a_tile_that_two_specs_have_is_listed_once(monkeypatch):
+    same = {"first": SPECS["mla"]["mla-33"], "second": replace(SPECS["mla"]["mla-33"], max_nodes=65)}
+    monkeypatch.setattr("nbverify.configurations.SPECS", {"mla": same})
+    assert [one.name for one in configurations("12.0")] == ["first"]
 
 
 def test_chips_are_of_capabilities_that_the_planner_knows():
