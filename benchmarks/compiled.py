@@ -81,7 +81,11 @@ FAULTS: dict[tuple[str, str], Fault] = {
     ("gqa256-8", "sm_120a"): Fault(12, 8),
 }
 # The same of other masks and reductions: (name in tests/compiled/test_compile.py, target).
-VARIANT_FAULTS: dict[tuple[str, str], Fault] = {}
+VARIANT_FAULTS: dict[tuple[str, str], Fault] = {
+    ("gqa128", "sm_90a"): Fault(68, 16),
+    ("gqa128", "sm_120a"): Fault(56, 24),
+    ("two_launch debug", "sm_120a"): Fault(156, 56),
+}
 
 
 def linker_of(versions: dict[str, str]) -> str:

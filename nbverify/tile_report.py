@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 K = 1024
 KIMI_KIND = "mla"
+# Of a tile's fields and of a kernel's report: what a row says otherwise, or what another run may find different.  (A
+# cubin's size depends on what the process compiled before it.)
+NOT_IN_A_ROW = ("shared_kv", "can_suspend", "name", "target", "from_cache", "seconds", "cubin_bytes")
 # Query heads on a GPU, and the batch: the MLA shapes that the kernel is judged by.  A test compares them with
 # benchmarks/shapes.py.
 KIMI_SHAPES: tuple[tuple[int, Batch], ...] = (
@@ -65,10 +68,8 @@ def row_of(configuration: Configuration, progress: Callable[[str], None] | None 
     (report,) = kernel_reports(spec, tiles, kernels, cc, debug=False, cached=True, seconds=0.0)
     counts = counts_of(tiles)
     mma, ldmatrix = ptx_counts(spec, tiles)
-    shape = {
-        name: value for name, value in dataclasses.asdict(tiles).items() if name not in ("shared_kv", "can_suspend")
-    }
-    kept = {name: value for name, value in report.items() if name not in ("name", "target", "from_cache", "seconds")}
+    shape = {name: value for name, value in dataclasses.asdict(tiles).items() if name not in NOT_IN_A_ROW}
+    kept = {name: value for name, value in report.items() if name not in NOT_IN_A_ROW}
     return {
         "name": configuration.name,
         "kind": configuration.kind,
