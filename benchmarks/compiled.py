@@ -2,6 +2,7 @@
 
     python -m benchmarks.compiled                          all: rewrites results/compiled.json, docs/tiles.md
     python -m benchmarks.compiled --cc 12.0 --kinds mla    a look at some: nothing is written
+    python -m benchmarks.compiled --docs                   compiles nothing; rewrites docs/tiles.md from the record
     python -m benchmarks.compiled --check                  compiles nothing; 1 if the record or the table is out of date
 
 What was compiled before comes from the cache.  The checks are those of the compiled tests, which import them from here:
@@ -23,7 +24,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.readme import replaced
@@ -191,11 +191,9 @@ def section(record: dict[str, Any] | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(record: dict[str, Any]) -> None:
-    """The record, and the table in the docs."""
-    RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    text = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(replaced(text, section(record), BEGIN, END), encoding="utf-8")
+def page() -> str:
+    """docs/tiles.md, with its table made anew from the record."""
+    return replaced(PAGE.read_text(encoding="utf-8"), section(kept()), BEGIN, END)
 
 
 def compile_all(chosen: Sequence[Configuration], jobs: int) -> Iterator[Row]:
@@ -219,7 +217,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--cc", action="append", metavar="X.Y", choices=TARGETS, help=f"of {', '.join(TARGETS)} (all)")
     parser.add_argument("--kinds", metavar="KIND[,KIND]", help=f"of {', '.join(SPECS)} (all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilations at a time (one a core)")
-    parser.add_argument("--check", action="store_true", help="compile nothing; 1 if the record or the docs are stale")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--docs", action="store_true", help="compile nothing; rewrite the docs from the record")
+    only.add_argument("--check", action="store_true", help="compile nothing; 1 if the record or the docs are stale")
     return parser
 
 
@@ -229,6 +229,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.check:
         return check()
+    if options.docs:
+        PAGE.write_text(page(), encoding="utf-8")
+        return 0
     kinds = tuple(options.kinds.split(",")) if options.kinds else tuple(SPECS)
     if unknown := [kind for kind in kinds if kind not in SPECS]:
         parser.error(f"--kinds: expected some of {', '.join(SPECS)}, got {unknown[0]}")
@@ -262,7 +265,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if why := why_not(record):
             print(f"not kept: {why}", file=sys.stderr)
             return 1
-        write(record)
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(page(), encoding="utf-8")
         print(f"{RECORD.relative_to(ROOT)} and {PAGE.relative_to(ROOT)}: {len(record['rows'])} tiles")
     return 1 if problems else 0
 
@@ -271,8 +275,7 @@ def check() -> int:
     """1 if the record or the table is not of these sources."""
     record = kept()
     stale = [f"{RECORD.name}: {why_not(record)}"] if record is not None and why_not(record) else []
-    text = Path(PAGE).read_text(encoding="utf-8")
-    if replaced(text, section(record), BEGIN, END) != text:
+    if page() != PAGE.read_text(encoding="utf-8"):
         stale.append(f"{PAGE.name} is not what the record says: run python -m benchmarks.compiled")
     for line in stale:
         print(line, file=sys.stderr)

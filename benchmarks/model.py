@@ -176,6 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = record_of_chip()
     if record is None:
         print(f"no record of the {CHIP.name} in benchmarks/results: see python -m benchmarks.readme", file=sys.stderr)
+        if not options.fit:
+            PAGE.write_text(page(), encoding="utf-8")
         return 1
     if options.fit:
         worst, latency = fit(record)

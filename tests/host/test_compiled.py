@@ -133,8 +133,7 @@ def test_a_kept_row_is_of_the_planners_tile_and_passes_the_gates(row):
 
 def test_the_table_in_the_docs_is_of_the_record():
     """Mend with ``python -m benchmarks.compiled``."""
-    text = compiled.PAGE.read_text(encoding="utf-8")
-    assert compiled.replaced(text, compiled.section(compiled.kept()), compiled.BEGIN, compiled.END) == text
+    assert compiled.page() == compiled.PAGE.read_text(encoding="utf-8")
 
 
 # ---- the command, on a compiler that is made up
@@ -203,6 +202,15 @@ def test_records_that_cannot_be_kept(places):
         assert text in compiled.why_not({**record, **changes})
     compiled.RECORD.write_text(json.dumps({**record, "source_hash": "0"}))
     assert compiled.main(["--check"]) == 1
+
+
+def test_a_page_without_a_record_says_so(places):
+    compiled.main(["--jobs", "1"])
+    compiled.RECORD.unlink()
+    assert compiled.main(["--check"]) == 1
+    assert compiled.main(["--docs"]) == 0
+    assert compiled.NOTHING_YET in (places / "tiles.md").read_text()
+    assert compiled.main(["--check"]) == 0
 
 
 def test_kinds_that_there_are_not(places, capsys):
