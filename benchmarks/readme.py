@@ -134,12 +134,12 @@ def _link(path: Path) -> str:
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
 
 
-def replaced(text: str, new: str) -> str:
-    """The README with another section.  Raises ValueError without the two markers."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"expected one {BEGIN} and, after it, one {END}")
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{new}\n{END}{rest.partition(END)[2]}"
+def replaced(text: str, new: str, begin: str = BEGIN, end: str = END) -> str:
+    """A page with another text between its two markers.  Raises ValueError without them."""
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"expected one {begin} and, after it, one {end}")
+    before, _, rest = text.partition(begin)
+    return f"{before}{begin}\n\n{new}\n{end}{rest.partition(end)[2]}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -19,17 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 import nbverify
 from nbverify import presets
+from nbverify.configurations import SPECS
 from nbverify.errors import ArgumentError, NbverifyError
-from nbverify.kernels.geometry import Geometry
 from nbverify.kernels.tiles import geometry_of, limits_of
 from nbverify.spec import DTYPES, KERNELS, KV_DTYPE_FP8, REDUCTIONS, SPLITS, Mask, VerifySpec
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from nbverify.compile import CompiledKernel
 
 DEFAULT_PRESET = "kimi-k2.6-tp8"
+ALL_KINDS = "all"  # of --report
 FAILED = 1
 WRONG_USAGE = 2  # as argparse has it
 INTERRUPTED = 130
@@ -219,21 +217,6 @@ CHOICES: dict[str, Sequence[str]] = {
 # What --mla and --gqa start from; sizes beside max_requests do not change the code.
 OWN_SHAPE_SIZES: dict[str, Any] = {"max_requests": 16, "max_nodes": 33, "max_kv_len": 262_144}
 
-# Instruction class -> pattern of the PTX opcode.  f64 must be 0; 64-bit integers are slow.
-INSTRUCTION_CLASSES = {
-    "mma": r"(wg)?mma\.",
-    "ldmatrix": r"ldmatrix\.",
-    "async copies": r"cp\.(async|reduce)\.",
-    "shared loads": r"ld\.shared",
-    "shared stores": r"st\.shared",
-    "global loads": r"ld\.global",
-    "global stores": r"st\.global",
-    "local memory": r"(ld|st)\.local",
-    "fma": r"fma\.\w+(\.\w+)*",
-    "64-bit integer": r"(add|sub|mul|mad|div|rem|min|max|neg|abs|sh[lr]|and|x?or|not|setp|selp)\.([\w.]*\.)?[sub]64",
-}
-F64 = re.compile(r"^\s+(?:@!?%p\d+\s+)?[a-z]\w*(?:\.\w+)*\.f64\b", re.MULTILINE)
-
 
 def add_compile(commands: Any) -> None:
     """Flags of ``compile``."""
@@ -260,6 +243,14 @@ def add_compile(commands: Any) -> None:
     parser.add_argument("--debug", action="store_true", help="with the input checks of VerifyPlan(debug=True)")
     parser.add_argument("--ptx", type=Path, metavar="FILE", help="write the PTX")
     parser.add_argument("--cubin", type=Path, metavar="FILE", help="write the cubin")
+    parser.add_argument(
+        "--report",
+        nargs="?",
+        const=ALL_KINDS,
+        metavar="KIND[,KIND]",
+        help=f"every tile of the tensor-core kernel instead of one spec, and the modelled time of Kimi K2.6's shapes; "
+        f"of {', '.join(SPECS)} (all)",
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.set_defaults(run=run_compile)
 
@@ -269,7 +260,10 @@ def run_compile(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from nbverify import compile
+    from nbverify.report import kernel_reports, show_compiled
 
+    if arguments.report is not None:
+        return run_report(arguments)
     spec = spec_of(arguments)
     targets = [compile.target_of(cc) for cc in arguments.cc]
     check_output("--ptx", arguments.ptx)
@@ -307,6 +301,30 @@ def run_compile(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_report(arguments: argparse.Namespace) -> int:
+    """``nbverify compile --report``."""
+    from rich.console import Console
+
+    from nbverify import tile_report
+
+    for flag in (*SPEC_FLAGS, "preset", "mla", "gqa", "debug", "ptx", "cubin"):
+        if getattr(arguments, flag) not in (None, False):
+            raise ArgumentError("--report", f"no --{flag.replace('_', '-')}: it is about all tiles", "both")
+    kinds = tuple(SPECS) if arguments.report == ALL_KINDS else tuple(arguments.report.split(","))
+    records = []
+    with Console(stderr=True).status("") as status:
+        for cc in arguments.cc:
+            records.append(
+                tile_report.make_report(cc, kinds, progress=lambda line: status.update(f"{line} (10 to 60 s)"))
+            )
+    if arguments.json:
+        print(json.dumps(records, indent=2))
+    else:
+        for record in records:
+            tile_report.show_report(Console(), record)
+    return 0
+
+
 def check_output(flag: str, path: Path | None) -> None:
     """Refuse, before a minute of compiling, what cannot be written afterwards."""
     if path is not None and (os.path.isdir(path) or not os.path.isdir(path.parent)):
@@ -335,139 +353,12 @@ def spec_of(arguments: argparse.Namespace) -> VerifySpec:
     return VerifySpec.gqa(q_heads, kv_heads, qk, head_dim_v=rest[0] if rest else None, **options)
 
 
-def kernel_reports(
-    spec: VerifySpec,
-    geometry: Geometry,
-    kernels: Sequence[CompiledKernel],
-    cc: tuple[int, int],
-    *,
-    debug: bool,
-    cached: bool,
-    seconds: float,
-) -> list[dict[str, Any]]:
-    """What each kernel of one target needs."""
-    from nbverify.doctor import SYSTEM_SHARED_BYTES
-    from nbverify.kernels import geometry as geo
-
-    steps = geo.steps(spec, geometry, debug=debug)
-    reports = []
-    for kernel, step in zip(kernels, steps, strict=True):
-        r = kernel.resources
-        # For sm_90 the linker counts what the system takes of each block's shared memory as static.
-        system = min(r.static_shared_bytes, SYSTEM_SHARED_BYTES) if cc[0] == 9 else 0
-        shared = r.static_shared_bytes - system + step.shared_bytes
-        blocks, limit = blocks_per_sm(cc, step.threads, r.registers, shared)
-        reports.append(
-            {
-                "name": kernel.name,
-                "target": kernel.target,
-                "cooperative": kernel.cooperative,
-                "threads": step.threads,
-                "registers": r.registers,
-                "spill_bytes": r.spill_bytes,
-                "local_bytes": r.local_bytes,
-                "stack_bytes": r.stack_bytes,
-                "static_shared_bytes": r.static_shared_bytes,
-                "dynamic_shared_bytes": step.shared_bytes,
-                "blocks_per_sm": blocks,
-                "blocks_limited_by": limit,
-                "cubin_bytes": len(kernel.cubin),
-                "instructions": count_instructions(kernel),
-                "from_cache": cached,
-                "seconds": round(seconds, 3),
-            }
-        )
-    return reports
-
-
-def count_instructions(kernel: CompiledKernel) -> dict[str, int]:
-    """PTX instructions by class, as written: a loop's body counts once."""
-    counts = {
-        name: sum(n for opcode, n in kernel.resources.instructions.items() if re.match(pattern, opcode))
-        for name, pattern in INSTRUCTION_CLASSES.items()
-    }
-    counts["f64"] = len(F64.findall(kernel.ptx))
-    counts["all"] = sum(kernel.resources.instructions.values())
-    return counts
-
-
-def blocks_per_sm(cc: tuple[int, int], threads: int, registers: int, shared_bytes: int) -> tuple[int | None, str]:
-    """(Co-resident blocks, what limits them), by the limits of the architecture; the plan asks the driver.
-
-    Blocks is None for an architecture that is not in the table.
-    """
-    from nbverify.doctor import REGISTERS_STEP, SM_LIMITS, SYSTEM_SHARED_BYTES, WARP
-
-    limits = SM_LIMITS.get(cc)
-    if limits is None:
-        return None, "unknown architecture"
-    if shared_bytes > limits.shared_optin_bytes:
-        return 0, f"shared memory: {limits.shared_optin_bytes:,} bytes a block"
-    warps = -(-threads // WARP)
-    warp_registers = -(-registers * WARP // REGISTERS_STEP) * REGISTERS_STEP
-    by = {
-        "registers": limits.registers // warp_registers // warps if registers else limits.max_blocks,
-        "shared memory": limits.shared_bytes // (shared_bytes + SYSTEM_SHARED_BYTES),
-        "threads": limits.max_threads // (warps * WARP),
-        "blocks": limits.max_blocks,
-    }
-    smallest = min(by, key=lambda name: by[name])
-    return by[smallest], smallest
-
-
 def write_outputs(path: Path, kernels: Sequence[CompiledKernel], contents: str) -> None:
     """One kernel: the file as named.  Several: ``name.<kernel>.<target>.suffix``."""
     for kernel in kernels:
         data = kernel.ptx.encode() if contents == "ptx" else kernel.cubin
         own = path if len(kernels) == 1 else path.with_name(f"{path.stem}.{kernel.name}.{kernel.target}{path.suffix}")
         own.write_bytes(data)
-
-
-def show_compiled(console: Console, spec: VerifySpec, reports: list[dict[str, Any]]) -> None:
-    """A column for each kernel and target."""
-    from rich.table import Table
-    from rich.text import Text
-
-    kind = "MLA" if spec.shared_kv else "GQA"
-    console.print(
-        f"{kind}, {spec.num_q_heads} heads / {spec.num_kv_heads} KV, {spec.head_dim_qk} / {spec.head_dim_v} wide, "
-        f"{spec.dtype}, KV {spec.kv_dtype}, mask {spec.mask.value}, split {spec.split}, reduction {spec.reduction}, "
-        f"kernel {spec.kernel}, max_requests {spec.max_requests}",
-        highlight=False,
-    )
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for report in reports:
-        table.add_column(f"{report['name'].removeprefix('nbverify_')} {report['target']}", justify="right")
-
-    def row(name: str, values: list[str], bad: list[bool] | None = None) -> None:
-        marks = bad or [False] * len(values)
-        table.add_row(name, *(Text(v, "bold red" if b else "") for v, b in zip(values, marks, strict=True)))
-
-    def numbers(key: str, *, must_be_zero: bool = False) -> tuple[list[str], list[bool]]:
-        return [f"{r[key]:,}" for r in reports], [must_be_zero and r[key] != 0 for r in reports]
-
-    row("registers", *numbers("registers"))
-    row("spills, bytes", *numbers("spill_bytes", must_be_zero=True))
-    row("local memory, bytes", *numbers("local_bytes", must_be_zero=True))
-    row("stack, bytes", *numbers("stack_bytes"))
-    row("static shared, bytes", *numbers("static_shared_bytes"))
-    row("dynamic shared, bytes", *numbers("dynamic_shared_bytes"))
-    row("threads", *numbers("threads"))
-    row("cooperative launch", ["yes" if r["cooperative"] else "no" for r in reports])
-    row(
-        "blocks per SM, estimate",
-        ["?" if r["blocks_per_sm"] is None else str(r["blocks_per_sm"]) for r in reports],
-        [r["blocks_per_sm"] == 0 for r in reports],
-    )
-    row("  limited by", [r["blocks_limited_by"] for r in reports])
-    row("cubin, bytes", *numbers("cubin_bytes"))
-    for name in reports[0]["instructions"]:
-        counts = [r["instructions"][name] for r in reports]
-        row(f"PTX {name}", [f"{n:,}" for n in counts], [name == "f64" and n != 0 for n in counts])
-    row("from", ["the cache" if r["from_cache"] else "compiled now" for r in reports])
-    row("seconds", [f"{r['seconds']:.1f}" for r in reports])
-    console.print(table)
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------

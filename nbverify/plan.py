@@ -30,6 +30,7 @@ from nbverify.kernels.geometry import Geometry
 from nbverify.kernels.tiles import geometry_of
 from nbverify.spec import FLOAT32_MAX, FLOAT32_TINY, Mask, VerifySpec
 
+MAX_SLOTS = 2**32  # kernels read the low 32 bits of a slot number
 WRITTEN = ("out", "lse")
 REBINDABLE = ("q", "k_cache", "v_cache", "out", "lse")
 
@@ -196,6 +197,8 @@ class VerifyPlan:
             )
         if dims["num_slots"] < 1:
             raise ArgumentError("k_cache", "at least one slot", "0")
+        if dims["num_slots"] >= MAX_SLOTS:
+            raise ArgumentError("k_cache", f"fewer than {MAX_SLOTS} slots", f"{dims['num_slots']}")
         ranges = {name: arrays.byte_range(info) for name, info in infos.items()}
         _check_overlaps(infos, ranges, infos)
         k_scale, v_scale = _check_scales(spec, k_scale, v_scale)

@@ -15,6 +15,7 @@ from support.batches import NUMPY_DTYPE, random_batch
 
 import nbverify as nv
 from nbverify import contract, reference
+from nbverify import plan as plan_module
 from nbverify.errors import ArgumentError
 
 FUZZED_BINDS = 10_000
@@ -869,3 +870,13 @@ def test_random_trees_of_the_wrong_size_never_pass(launches):
         other = nv.VerifySpec.gqa(2, 1, 16, mask=declared, **LIMITS)
         wrong = refused(lambda: nv.verify_attention(other, **args, device="emulator"), {"custom_mask"})  # noqa: B023
         assert wrong is None, f"#{index} {given} declared {declared}, prefixes {prefixes}, nodes {counts}: {wrong}"
+
+
+def test_pools_that_a_slot_number_does_not_reach_the_end_of(call, launches, monkeypatch):
+    """Kernels read the low 32 bits of a slot number.  No array here has 2^32 rows: the limit comes to the array."""
+    assert plan_module.MAX_SLOTS == 2**32
+    monkeypatch.setattr(plan_module, "MAX_SLOTS", call.args["k_cache"].shape[0])
+    assert refused(lambda: call.plan.bind(**call.args), {"k_cache"}) is None
+    monkeypatch.setattr(plan_module, "MAX_SLOTS", call.args["k_cache"].shape[0] + 1)
+    call.plan.bind(**call.args).launch()
+    assert len(launches) == 1

@@ -1,18 +1,22 @@
 """The command line: start-up, errors, exit codes, presets, and `compile` on kernels that are made up."""
 
 import argparse
+import io
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 import nbverify as nv
-from nbverify import cli, compile, presets
+from nbverify import cli, compile, presets, report, tile_report
 from nbverify.cli import main
 from nbverify.compile import CompiledKernel, Resources
+from nbverify.configurations import configurations
 from nbverify.doctor import SM_LIMITS
 from nbverify.kernels import geometry as geo
 from nbverify.kernels.tiles import geometry_of, limits_of
@@ -265,7 +269,7 @@ def fake_compiler(monkeypatch):
 
 def test_instruction_classes():
     (kernel,) = kernels_for(presets.preset("kimi-k2.6-tp8"), compile.target_of("9.0"))
-    assert cli.count_instructions(kernel) == {
+    assert report.count_instructions(kernel) == {
         "mma": 3,
         "ldmatrix": 5,
         "async copies": 7,
@@ -378,7 +382,7 @@ def test_an_output_that_cannot_be_written_is_exit_code_1(fake_compiler, monkeypa
     (((13, 0), 128, 64, 0), None, "unknown architecture"),
 ])  # fmt: skip
 def test_blocks_per_sm(case, blocks, limit):
-    assert cli.blocks_per_sm(*case) == (blocks, limit)
+    assert report.blocks_per_sm(*case) == (blocks, limit)
 
 
 def test_what_the_system_takes_of_shared_memory_is_counted_once():
@@ -388,13 +392,83 @@ def test_what_the_system_takes_of_shared_memory_is_counted_once():
     room = SM_LIMITS[9, 0].shared_bytes // 2 - 1024 - first
     spec = replace(KIMI, max_requests=1 + room // step)
     for cc in ((9, 0), (10, 0)):
-        (report,) = cli.kernel_reports(
+        (row,) = report.kernel_reports(
             spec, geometry, kernels_for(spec, compile.target_of(cc)), cc, debug=False, cached=True, seconds=0.0
         )
-        assert (report["blocks_per_sm"], report["blocks_limited_by"]) == (2, "shared memory")
+        assert (row["blocks_per_sm"], row["blocks_limited_by"]) == (2, "shared memory")
 
 
 def test_limits_are_consistent():
     for cc, limits in SM_LIMITS.items():  # one block may have the whole SM but for its 1 KiB
         assert limits.shared_bytes - limits.shared_optin_bytes == 1024
         assert limits_of(cc).shared_bytes == limits.shared_optin_bytes
+
+
+# --- compile: the report of all tiles --------------------------------------------------------------------------------
+
+
+def test_report_of_all_tiles(fake_compiler, capsys):
+    fake_compiler.cached = True
+    assert main(["compile", "--cc", "12.0", "--report"]) == 0
+    text = capsys.readouterr().out
+    tiles = configurations("12.0")
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line[:1].isalpha()}
+    for one in tiles:
+        _, height, keys, warps, stages, registers, spills, shared, _, mma, _ = rows[one.name]
+        geometry = one.tiles
+        assert (int(height), int(keys)) == (geometry.rows_per_tile, geometry.keys_per_tile)
+        assert (int(warps), int(stages)) == (geometry.warps, geometry.stages)
+        assert (registers, spills) == ("168", "0")
+        assert shared == f"{geometry.shared_bytes(16):,}"
+        assert int(mma.replace(",", "")) * 2048 == height_x_keys_x_widths(geometry)
+    assert "RTX PRO 6000 Blackwell: 188 SMs" in text
+    assert len([line for line in text.splitlines() if line.startswith("1 x ")]) == 9
+
+
+def height_x_keys_x_widths(tiles):
+    return tiles.rows_per_tile * tiles.keys_per_tile * (tiles.head_dim_qk + tiles.head_dim_v)
+
+
+def test_report_of_all_tiles_as_json(fake_compiler, capsys):
+    fake_compiler.cached = True
+    assert main(["compile", "--cc", "12.0", "--cc", "8.0", "--report", "mla,gqa64", "--json"]) == 0
+    rtx, a100 = json.loads(capsys.readouterr().out)
+    assert (rtx["target"], a100["target"]) == ("sm_120a", "sm_80")
+    assert {row["kind"] for row in rtx["tiles"]} == {"mla", "gqa64"}
+    assert rtx["sources"] == compile.source_hash() and rtx["chip"]["sms"] == 188
+    shapes = [(time["requests"], time["nodes"], time["heads"], time["prefix"]) for time in rtx["times"]]
+    assert len(shapes) == 12 and shapes[0] == (1, 8, 8, 4096)
+    assert all(time["us"] > time["limit_us"] > 0 for time in rtx["times"])
+    assert a100["chip"] is None and a100["times"] == []
+
+
+def test_report_says_why_there_are_no_times(fake_compiler, capsys):
+    fake_compiler.cached = True
+    assert main(["compile", "--cc", "8.0", "--report", "mla"]) == 0
+    assert "No modelled times: no rates of such a chip" in capsys.readouterr().out
+    assert main(["compile", "--cc", "12.0", "--report", "gqa64"]) == 0
+    assert "No modelled times: only with the kind mla" in capsys.readouterr().out
+
+
+def test_the_report_marks_spills(fake_compiler):
+    fake_compiler.cached = True
+    record = tile_report.make_report("12.0", ["mla288"])
+    record["tiles"][0]["spill_bytes"] = 56
+    console = Console(width=200, record=True, force_terminal=True, file=io.StringIO())
+    tile_report.show_report(console, record)
+    assert re.search(r"\x1b\[1;31m *56\x1b", console.export_text(styles=True))  # bold red
+
+
+@pytest.mark.parametrize("flags", [
+    *(["--preset", "qwen3-8b"], ["--mla", "8"], ["--gqa", "8,2,64"], ["--debug"], ["--ptx", "x"], ["--cubin", "x"]),
+    *(["--max-nodes", "3"], ["--kernel", "mma"], ["--split", "fixed"]),
+])  # fmt: skip
+def test_the_report_of_all_tiles_takes_no_spec(fake_compiler, capsys, flags):
+    assert main(["compile", "--cc", "12.0", "--report", "mla", *flags]) == 2
+    assert f"--report: expected no {flags[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kinds", ["nothing", "mla,", ""])
+def test_kinds_that_there_are_not(fake_compiler, capsys, kinds):
+    assert main(["compile", "--cc", "12.0", "--report", kinds]) == 2
+    assert "--report: expected kinds of ('mla', " in capsys.readouterr().err
