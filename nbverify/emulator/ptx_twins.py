@@ -307,6 +307,31 @@ def _e4m3_bits_as_float16(byte: int) -> int:
     return int(value.view(np.uint16)) | (byte & 0x80) << 8
 
 
+def permute_bytes(low: Any, high: Any, selector: Any) -> Any:
+    """Bytes by number; the sign mode of a nibble's fourth bit is not shown."""
+    eight, chosen = _address32(high) << 32 | _address32(low), _address32(selector)
+    if chosen & 0x8888:
+        raise ValueError(f"permute_bytes: selector: expected nibbles 0 to 7, got {chosen:#x}; {place()}")
+    return uint32(sum((eight >> 8 * (chosen >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4)))
+
+
+def multiply_bf16x2(a: Any, b: Any) -> Any:
+    """Halves apart: a product of two bfloat16 is exact in float32."""
+    products = [F32(_bfloat16_value(int(a) >> n)) * F32(_bfloat16_value(int(b) >> n)) for n in (0, 16)]
+    return _pack(_bfloat16_bits(products[0]), _bfloat16_bits(products[1]))
+
+
+def _bfloat16_value(bits: int) -> float:
+    return _FLOAT.unpack(_WORD.pack((bits & 0xFFFF) << 16))[0]
+
+
+def multiply_f16x2(a: Any, b: Any) -> Any:
+    """Halves apart."""
+    x, y = (np.array([_address32(v)], np.uint32).view(np.float16) for v in (a, b))
+    products = x * y
+    return _pack(*(_float16_bits(product) for product in products))
+
+
 def unpack_e4m3x2(two_bytes: Any) -> Any:
     """Two bytes to two float16."""
     return _pack(_e4m3_bits_as_float16(int(two_bytes) & 0xFF), _e4m3_bits_as_float16(int(two_bytes) >> 8 & 0xFF))
@@ -667,6 +692,9 @@ PTX_TWINS: dict[str, Twin] = {
     "pack_bf16x2": lambda low, high: _pack(_bfloat16_bits(low), _bfloat16_bits(high)),
     "pack_f16x2": lambda low, high: _pack(_float16_bits(low), _float16_bits(high)),
     "unpack_e4m3x2": unpack_e4m3x2,
+    "permute_bytes": permute_bytes,
+    "multiply_bf16x2": multiply_bf16x2,
+    "multiply_f16x2": multiply_f16x2,
     "divide_u32": lambda dividend, divisor: uint32(_address32(dividend) // _address32(divisor)),
     "divide_u64": lambda dividend, divisor: uint64(int(dividend) // int(divisor)),
     "load_global_v2_f32_if": _load_if("load_global_v2_f32_if", 2),

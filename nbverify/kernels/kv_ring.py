@@ -22,6 +22,9 @@ Indices    Which pool rows a tile consists of is read from the index lists a who
            in a ring of their own, each read by the warp that asked for it, once full of the tile that it fetched at the
            same time has been waited for.  Only the first tiles of a segment wait for theirs.
 
+fp8        Rows wait in raw slots, as the pool has them, and each lane widens the 16 bytes that it has copied itself into
+           the ring: nobody else waits for a raw row.  Full then counts plain arrivals.
+
 Rows past the end of a request are not fetched: what their place holds is hidden by the mask, and values.py lets no
 NaN of it through.
 
@@ -34,6 +37,7 @@ from typing import NamedTuple
 from numba import cuda, int32, uint32, uint64
 
 from nbverify.kernels import ptx
+from nbverify.kernels.formats import make_widen_e4m3x4
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.kv_tiles import pool_row
 from nbverify.kernels.segments import INDEX_LISTS, load_segment
@@ -69,7 +73,12 @@ def make_ring(spec, geometry):
     empty_offset = full_offset + BARRIER_BYTES * stages
     separate_v, has_heads, has_roles = geometry.separate_v, spec.num_kv_heads > 1, geometry.has_roles
     rows_per_pass, can_suspend = WARP // lanes, geometry.can_suspend
-    num_first_rows = stages * passes
+    index_slots, raw_stages, is_fp8 = geometry.index_slots, geometry.raw_stages, geometry.raw_stages > 0
+    raw_offset, raw_slot_bytes = geometry.raw_offset, geometry.raw_slot_bytes
+    k_row_bytes, v_row_bytes = geometry.k_row_bytes, geometry.v_row_bytes
+    raw_v_offset, newer_groups = keys_per_tile * k_row_bytes, max(0, raw_stages - 1)
+    num_first_rows = index_slots * passes
+    widen_e4m3x4 = make_widen_e4m3x4(spec.dtype)
 
     @cuda.jit(device=True, forceinline=True)
     def init(shared):
@@ -106,29 +115,35 @@ def make_ring(spec, geometry):
         return draft_list + uint64(uint32(draft)) * uint64(args.out_cache_loc_words * INDEX_BYTES)
 
     @cuda.jit(device=True, forceinline=True)
-    def index_place(shared, turn, row):
-        """Shared address of the index of a row of the tile of turn ``turn``."""
-        return uint32(shared + uint32((turn >> 1) * index_slot_bytes) + uint32(row * INDEX_BYTES + indices_offset))
+    def index_place(shared, tile, row):
+        """Shared address of the index of a row of a tile."""
+        slot = uint32(tile) % uint32(index_slots)
+        return uint32(shared + slot * uint32(index_slot_bytes) + uint32(row * INDEX_BYTES + indices_offset))
 
     @cuda.jit(device=True, forceinline=True)
-    def find_first_rows(me, args, shared, record, turn):
-        """The indices of the first ``stages`` tiles of a segment, all loads side by side."""
+    def find_first_rows(me, args, shared, record):
+        """The indices of the first tiles of a segment, all loads side by side; of fp8, begin to copy their rows."""
         ptx.unroll_loops()
         segment = load_segment(record)
         first_key, last_key = int32(segment.first_tile * keys_per_tile), int32(int32(segment.request.num_keys) - 1)
         indices = cuda.local.array(num_first_rows, uint32)
         if last_key >= 0:  # else a padding row, which has no key
-            for d in range(stages):
+            for d in range(index_slots):
                 for i in range(passes):
                     key = min(int32(first_key + d * keys_per_tile + my_row(me, i)), last_key)
                     indices[d * passes + i] = ptx.load_global_u32(index_address(args, record, key))
-            for d in range(stages):
+            for d in range(index_slots):
                 for i in range(passes):
                     row = my_row(me, i)
                     if me.lane % uint32(lanes) == uint32(0) and row < keys_per_tile:
-                        ptx.store_shared_u32(index_place(shared, turn, row), indices[d * passes + i])
-                turn = next_turn(turn)
+                        place = index_place(shared, int32(segment.first_tile + d), row)
+                        ptx.store_shared_u32(place, indices[d * passes + i])
         cuda.syncwarp()  # publishes them to the warp
+        if is_fp8:
+            tile = int32(segment.first_tile)
+            while tile < segment.first_tile + raw_stages:
+                copy_raw_rows(me, args, shared, record, tile)
+                tile = int32(tile + 1)
 
     @cuda.jit(device=True, forceinline=True)
     def copy_row(pool, row, row_stride, kv_head, head_stride, target, piece, steps):
@@ -145,39 +160,96 @@ def make_ring(spec, geometry):
             ptx.cp_async_16(target + uint32(at), source + uint64(at))
 
     @cuda.jit(device=True, forceinline=True)
-    def fetch(me, args, shared, record, tile, free):
-        """Request this warp's rows of a tile into the slot of turn ``free``, when that turn is over.
+    def rows_from(record, tile):
+        """Rows of the request from the tile's first one on."""
+        return int32(int32(load_segment(record).request.num_keys) - int32(tile * keys_per_tile))
 
-        And the indices of the tile that comes into the slot after it.
-        """
+    @cuda.jit(device=True, forceinline=True)
+    def copy_rows(me, args, shared, record, tile, target):
+        """Begin to copy this warp's rows of a tile, and the indices of the tile that follows in its index slot."""
         ptx.unroll_loops()
-        piece, segment = me.lane % uint32(lanes), load_segment(record)
-        rows = int32(int32(segment.request.num_keys) - int32(tile * keys_per_tile))  # from here on, of the request
-        if not has_roles:
-            wait(barrier_of(shared, free, empty_offset), free)
-        base = tile_address(shared, free)
+        piece, segment, rows = me.lane % uint32(lanes), load_segment(record), rows_from(record, tile)
+        k_distance, v_distance = (k_row_bytes, v_row_bytes) if is_fp8 else (k_pitch, v_pitch)
+        first_v = raw_v_offset if is_fp8 else v_offset
         for i in range(passes):
             row = my_row(me, i)
             if row < min(rows, int32(keys_per_tile)):
-                place = index_place(shared, free, row)
-                pool = pool_row(args, ptx.load_shared_u32(place))
+                pool = pool_row(args, ptx.load_shared_u32(index_place(shared, tile, row)))
                 copy_row(
                     args.k_cache, pool, args.k_cache_stride_slot, segment.kv_head, args.k_cache_stride_head,
-                    base + uint32(row * k_pitch), piece, k_steps,
+                    target + uint32(row * k_distance), piece, k_steps,
                 )  # fmt: skip
                 if separate_v:
                     copy_row(
                         args.v_cache, pool, args.v_cache_stride_slot, segment.kv_head, args.v_cache_stride_head,
-                        base + uint32(v_offset + row * v_pitch), piece, v_steps,
+                        target + uint32(first_v + row * v_distance), piece, v_steps,
                     )  # fmt: skip
         cuda.syncwarp()  # all lanes have read the index of their row: it may be overwritten
         for i in range(passes):
             row = my_row(me, i)
-            later = int32(row + stages * keys_per_tile)
-            if me.lane % uint32(lanes) == uint32(0) and row < keys_per_tile and later < rows:
+            later = int32(row + index_slots * keys_per_tile)
+            if piece == uint32(0) and row < keys_per_tile and later < rows:
                 source = index_address(args, record, int32(tile * keys_per_tile + later))
-                ptx.cp_async_4(index_place(shared, free, row), source)
-        ptx.cp_async_arrive(barrier_of(shared, free, full_offset))
+                ptx.cp_async_4(index_place(shared, tile, row), source)
+
+    @cuda.jit(device=True, forceinline=True)
+    def raw_address(shared, tile):
+        """Where a tile waits to be widened."""
+        slot = uint32(tile) % uint32(max(1, raw_stages))
+        return uint32(shared + slot * uint32(raw_slot_bytes) + uint32(raw_offset))
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_raw_rows(me, args, shared, record, tile):
+        """Begin to copy this warp's rows of a tile to where they wait, if the segment has this tile."""
+        if tile < load_segment(record).end_tile:
+            copy_rows(me, args, shared, record, tile, raw_address(shared, tile))
+        ptx.cp_async_commit()  # without rows, too: groups are counted
+
+    @cuda.jit(device=True, forceinline=True)
+    def widen_row(source, target, piece, steps):
+        """What this lane has copied of a row.  The bound is opaque: unrolled, this takes registers that are not there."""
+        at, end = uint32(piece * uint32(CHUNK_BYTES)), ptx.opaque_u32(uint32(steps * lanes * CHUNK_BYTES))
+        while at < end:
+            x = ptx.load_shared_v4_u32(uint32(source + at))
+            wide = uint32(target + at * uint32(2))
+            a, b = widen_e4m3x4(x[0]), widen_e4m3x4(x[1])
+            ptx.store_shared_v4_u32(wide, (a[0], a[1], b[0], b[1]))
+            c, d = widen_e4m3x4(x[2]), widen_e4m3x4(x[3])
+            ptx.store_shared_v4_u32(wide + uint32(CHUNK_BYTES), (c[0], c[1], d[0], d[1]))
+            at = uint32(at + uint32(lanes * CHUNK_BYTES))
+
+    @cuda.jit(device=True, forceinline=True)
+    def widen_rows(me, shared, record, tile, target):
+        """This warp's rows of a tile from their raw slot to the ring, when they are there."""
+        ptx.unroll_loops()
+        ptx.cp_async_wait(newer_groups)
+        cuda.syncwarp()  # and so are the indices that came with them, for the warp
+        piece, rows, source = me.lane % uint32(lanes), rows_from(record, tile), raw_address(shared, tile)
+        for i in range(passes):
+            row = my_row(me, i)
+            if row < min(rows, int32(keys_per_tile)):
+                widen_row(uint32(source + uint32(row * k_row_bytes)), uint32(target + uint32(row * k_pitch)), piece, k_steps)
+                if separate_v:
+                    widen_row(
+                        uint32(source + uint32(raw_v_offset + row * v_row_bytes)),
+                        uint32(target + uint32(v_offset + row * v_pitch)),
+                        piece,
+                        v_steps,
+                    )
+
+    @cuda.jit(device=True, forceinline=True)
+    def fetch(me, args, shared, record, tile, free):
+        """Fill this warp's rows of a tile into the slot of turn ``free``, when that turn is over."""
+        if not has_roles:
+            wait(barrier_of(shared, free, empty_offset), free)
+        target = tile_address(shared, free)
+        if is_fp8:
+            widen_rows(me, shared, record, tile, target)
+            copy_raw_rows(me, args, shared, record, int32(tile + raw_stages))
+            ptx.mbarrier_arrive(barrier_of(shared, free, full_offset))
+        else:
+            copy_rows(me, args, shared, record, tile, target)
+            ptx.cp_async_arrive(barrier_of(shared, free, full_offset))
 
     @cuda.jit(device=True, forceinline=True)
     def wait_full(shared, turn):

@@ -310,6 +310,32 @@ def unpack_e4m3x2(typingctx, two_bytes):
 
 
 @intrinsic
+def permute_bytes(typingctx, low, high, selector):
+    """Four bytes out of eight: u32, u32, u32 -> u32.  Nibble i of the selector says which is byte i of the result.
+
+    0 to 3 are the bytes of ``low``, 4 to 7 those of ``high``.  "Integer Arithmetic Instructions: prmt".
+    """
+    return _emit("prmt.b32 $0, $1, $2, $3;", u32, (low, u32), (high, u32), (selector, u32), pure=True)
+
+
+@intrinsic
+def multiply_bf16x2(typingctx, a, b):
+    """Products of two pairs of bfloat16, each rounded once, subnormals kept: u32, u32 -> u32.  NaN is 0x7FFF.
+
+    An fma with -0, which changes nothing: sm_80 has no multiplication of its own.
+    "Half Precision Floating Point Instructions: fma".
+    """
+    text = "{\n.reg .b32 nothing;\nmov.b32 nothing, 0x80008000;\nfma.rn.bf16x2 $0, $1, $2, nothing;\n}"
+    return _emit(text, u32, (a, u32), (b, u32), pure=True)
+
+
+@intrinsic
+def multiply_f16x2(typingctx, a, b):
+    """Products of two pairs of float16, each rounded once, subnormals kept: u32, u32 -> u32.  NaN is 0x7FFF."""
+    return _emit("mul.rn.f16x2 $0, $1, $2;", u32, (a, u32), (b, u32), pure=True)
+
+
+@intrinsic
 def divide_u32(typingctx, dividend, divisor):
     """``dividend // divisor``: u32, u32 -> u32.  Numba's ``//`` calls a 64-bit routine.  The divisor is not 0."""
     return _emit("div.u32 $0, $1, $2;", u32, (dividend, u32), (divisor, u32), pure=True)

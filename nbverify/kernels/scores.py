@@ -29,24 +29,24 @@ def make_load_queries(spec, geometry):
     """``load_queries(me, args, shared, record, turn, first_row, queries)``: a row fragment, once a segment.
 
     ``first_row`` is the fragment's first row in the row unit.  The rows come by cp.async into slots of the ring that
-    are not used yet, the last ones from turn ``turn`` on, and from there as operands into ``queries``.  The steps for
-    which there is no register lie as fragments in shared memory, each lane its own 16 bytes.  No other warp takes part.
+    are not used yet, the last ones from turn ``turn`` on, and from there as operands into ``queries``; in parts of some
+    columns where the ring is small.  The steps for which there is no register lie as fragments in shared memory, each
+    lane its own 16 bytes.  No other warp takes part.
     A row past the end reads some other row: it is computed and not written.
     """
     steps, kept, rest = geometry.query_steps, geometry.query_steps_kept, geometry.query_rest
-    stages, keys_per_tile, slot_bytes, pitch = (
-        geometry.stages, geometry.keys_per_tile, geometry.slot_bytes, geometry.k_pitch,
-    )  # fmt: skip
-    first_slot = stages - geometry.staging_slots
-    rows_per_slot = slot_bytes // pitch
+    stages, slot_bytes, pitch = geometry.stages, geometry.slot_bytes, geometry.staging_pitch
+    first_slot, warps_per_slot = stages - geometry.staging_slots, geometry.staging_warps
+    steps_per_part = steps // geometry.staging_parts
     group, queries_offset, lanes = spec.group, geometry.queries_offset, geometry.copy_lanes
-    rows_per_pass, copies = WARP // lanes, geometry.k_row_bytes // (CHUNK_BYTES * lanes)
+    rows_per_pass, copies = WARP // lanes, 32 * steps_per_part // (CHUNK_BYTES * lanes)
 
     @cuda.jit(device=True, forceinline=True)
-    def place(shared, turn, row):
-        """Where a query row waits: row ``row`` of the rows of all warps."""
-        slot = uint32(uint32(turn >> 1) + uint32(first_slot) + uint32(row) // uint32(rows_per_slot)) % uint32(stages)
-        return uint32(shared + slot * uint32(slot_bytes) + uint32(row) % uint32(rows_per_slot) * uint32(pitch))
+    def waiting_rows(me, shared, turn):
+        """Where this warp's query rows wait."""
+        slot = uint32(uint32(turn >> 1) + uint32(first_slot) + me.warp // uint32(warps_per_slot)) % uint32(stages)
+        place = me.warp % uint32(warps_per_slot) * uint32(FRAG_ROWS * pitch)
+        return uint32(shared + slot * uint32(slot_bytes) + place)
 
     @cuda.jit(device=True, forceinline=True)
     def row_address(args, segment, row):
@@ -63,27 +63,29 @@ def make_load_queries(spec, geometry):
     @cuda.jit(device=True, forceinline=True)
     def load_queries(me, args, shared, record, turn, first_row, queries):
         ptx.unroll_loops()
-        lane, segment = int32(me.lane), load_segment(record)
-        piece, own_rows = int32(lane % lanes * CHUNK_BYTES), int32(me.warp) * int32(FRAG_ROWS)
-        for start in range(0, FRAG_ROWS, rows_per_pass):
-            row = int32(start + lane // lanes)
-            source = row_address(args, segment, int32(first_row + row)) + uint64(piece)
-            target = uint32(place(shared, turn, int32(own_rows + row)) + uint32(piece))
-            for i in range(copies):
-                at = i * lanes * CHUNK_BYTES
-                ptx.cp_async_16(target + uint32(at), source + uint64(at))
-        ptx.cp_async_commit()
-        ptx.cp_async_wait(NONE_PENDING)
-        cuda.syncwarp()  # publishes the rows to the warp
+        lane, segment, waiting = int32(me.lane), load_segment(record), waiting_rows(me, shared, turn)
+        piece = uint32(lane % lanes * CHUNK_BYTES)
         # Rows 0-7 and 8-15 of the first 8 columns, then of the next 8.
-        rows = place(shared, turn, int32(own_rows + lane % 16)) + uint32(lane // 16 * 16)
+        fragment = waiting + uint32(lane % 16 * pitch + lane // 16 * 16)
         mine = uint32(shared + me.warp * uint32(rest * FRAG_BYTES) + me.lane * uint32(16) + uint32(queries_offset))
-        for k in range(steps):
-            x = ptx.ldmatrix_x4(rows + uint32(32 * k))
-            if k < kept:
-                queries[4 * k], queries[4 * k + 1], queries[4 * k + 2], queries[4 * k + 3] = x[0], x[1], x[2], x[3]
-            else:
-                ptx.store_shared_v4_u32(mine + uint32((k - kept) * FRAG_BYTES), x)
+        for first_step in range(0, steps, steps_per_part):
+            cuda.syncwarp()  # the part before has been read
+            for start in range(0, FRAG_ROWS, rows_per_pass):
+                row = int32(start + lane // lanes)
+                source = row_address(args, segment, int32(first_row + row)) + uint64(piece + uint32(32 * first_step))
+                target = uint32(waiting + uint32(row * pitch) + piece)
+                for i in range(copies):
+                    at = i * lanes * CHUNK_BYTES
+                    ptx.cp_async_16(target + uint32(at), source + uint64(at))
+            ptx.cp_async_commit()
+            ptx.cp_async_wait(NONE_PENDING)
+            cuda.syncwarp()  # publishes the rows to the warp
+            for i in range(steps_per_part):
+                x, k = ptx.ldmatrix_x4(fragment + uint32(32 * i)), first_step + i
+                if k < kept:
+                    queries[4 * k], queries[4 * k + 1], queries[4 * k + 2], queries[4 * k + 3] = x[0], x[1], x[2], x[3]
+                else:
+                    ptx.store_shared_v4_u32(mine + uint32((k - kept) * FRAG_BYTES), x)
 
     return load_queries
 

@@ -32,11 +32,13 @@ MAX_LEAN_WARPS = 12  # 168 registers a thread
 MAX_TEAMS = 15  # named barriers
 MAX_STAGES = 8
 MIN_STAGES = 3  # two tiles in use, one on its way
+MIN_RAW_STAGES = 2
 ONE_WARP_MAX_DIM = 256  # accumulators of 16 rows x 256 columns: 128 registers
 TABLE_RESERVE = 1024  # bytes kept free for the work table, so that the tile does not depend on max_requests below 63
 # Registers beside a warp's large arrays: fragments in flight, addresses, row states.  Found by compiling: less spills.
 TEAM_REGISTERS = 64
 ROLE_REGISTERS = 48
+WIDEN_REGISTERS = 8  # fp8: a second ring
 # Registers of a thread where four score warps and eight value warps share them out.  They are taken from a pool: 128
 # score threads and 256 value threads must not ask for more than 384 threads have at launch.
 LAUNCH_REGISTERS, SCORE_REGISTERS, VALUE_REGISTERS = 168, 184, 160
@@ -74,10 +76,11 @@ class MmaGeometry:
     """Constants of one tensor-core kernel.  Offsets into shared memory are in bytes; regions in this order:
 
         ring        [stages] of a key tile: K rows, then V rows if they are apart; rows padded by 16 bytes
+        raw         [raw_stages] of a key tile as the pool has it (fp8): K rows, then V rows, not padded
         weights     [2, team_keys / 16, row_frags, lanes, 4]  P as mma fragments, 32-bit pairs (roles)
         factors     [2, rows_per_tile]  float32, rescaling of a row's output by the last tile (roles)
         flags       [2, 4]  uint32, one a score warp: some factor is not 1 (roles)
-        indices     [stages, keys_per_tile]  uint32, pool rows of the tiles to come
+        indices     [index_slots, keys_per_tile]  uint32, pool rows of the tiles to come
         states      [key_teams, rows_per_tile, 2]  float32, (m, l) of a team's rows (if there are several key teams)
         finals      [rows_per_tile]  float32, factors of the rows' outputs
         queries     [score warps, query_rest, lanes, 4]  32-bit pairs: fragments for which there is no register
@@ -96,7 +99,9 @@ class MmaGeometry:
     row_teams: int  # roles: 1
     key_teams: int  # roles: 1
     team_keys: int
+    cache_bytes: int  # of an element in the pool: 2, or 1 for fp8
     stages: int
+    raw_stages: int  # fp8: tiles on their way; they are widened into the ring.  Else 0
     query_steps_kept: int
     can_suspend: bool
     can_shift: bool
@@ -152,7 +157,7 @@ class MmaGeometry:
     @property
     def copy_lanes(self) -> int:
         """Lanes that fetch a row side by side: up to 8, a line of 128 bytes."""
-        return _copy_lanes(self.k_row_bytes, self.v_row_bytes)
+        return next(n for n in (8, 4, 2, 1) if (self.k_row_bytes | self.v_row_bytes) % (16 * n) == 0)
 
     @property
     def copy_passes(self) -> int:
@@ -210,22 +215,22 @@ class MmaGeometry:
     @property
     def k_row_bytes(self) -> int:
         """Of a row in the pool."""
-        return 2 * self.head_dim_qk
+        return self.cache_bytes * self.head_dim_qk
 
     @property
     def v_row_bytes(self) -> int:
         """Of a row in the V pool; 0 if V is part of K."""
-        return 2 * self.head_dim_v if self.separate_v else 0
+        return self.cache_bytes * self.head_dim_v if self.separate_v else 0
 
     @property
     def k_pitch(self) -> int:
         """Distance of K rows in the ring."""
-        return self.k_row_bytes + SHARED_PAD
+        return 2 * self.head_dim_qk + SHARED_PAD
 
     @property
     def v_pitch(self) -> int:
         """Distance of V rows in the ring."""
-        return self.v_row_bytes + SHARED_PAD if self.separate_v else self.k_pitch
+        return 2 * self.head_dim_v + SHARED_PAD if self.separate_v else self.k_pitch
 
     @property
     def slot_bytes(self) -> int:
@@ -238,9 +243,24 @@ class MmaGeometry:
         return self.keys_per_tile * self.k_pitch if self.separate_v else 0
 
     @property
+    def raw_offset(self) -> int:
+        """First byte of the tiles that are not widened yet."""
+        return self.stages * self.slot_bytes
+
+    @property
+    def raw_slot_bytes(self) -> int:
+        """One of these."""
+        return self.keys_per_tile * (self.k_row_bytes + self.v_row_bytes)
+
+    @property
+    def index_slots(self) -> int:
+        """Tiles whose pool rows are known: as many as there is room for on their way."""
+        return self.raw_stages or self.stages
+
+    @property
     def weights_offset(self) -> int:
         """First byte of P."""
-        return self.stages * self.slot_bytes
+        return self.raw_offset + self.raw_stages * self.raw_slot_bytes
 
     @property
     def weights_bytes(self) -> int:
@@ -265,7 +285,7 @@ class MmaGeometry:
     @property
     def states_offset(self) -> int:
         """First byte of (m, l)."""
-        return self.indices_offset + 4 * self.stages * self.keys_per_tile
+        return self.indices_offset + 4 * self.index_slots * self.keys_per_tile
 
     @property
     def finals_offset(self) -> int:
@@ -288,9 +308,31 @@ class MmaGeometry:
         return self.query_steps - self.query_steps_kept
 
     @property
+    def staging_parts(self) -> int:
+        """How many times the score warps pass a part of their query columns through the ring: the fewest that fit."""
+        wholes = [n for n in (1, 2, 3, 4, 6) if self.query_steps % n == 0 and 2 * self.query_steps // n % self.copy_lanes == 0]
+        return next((n for n in wholes if self._staging_slots_of(n) <= self.stages), 1)
+
+    @property
+    def staging_pitch(self) -> int:
+        """Distance of query rows while a part of them passes."""
+        return self._staging_pitch_of(self.staging_parts)
+
+    @property
+    def staging_warps(self) -> int:
+        """Score warps whose rows pass through one slot."""
+        return self.slot_bytes // (FRAG_ROWS * self.staging_pitch)
+
+    @property
     def staging_slots(self) -> int:
         """Slots of the ring that query rows pass through, 16 of each score warp."""
-        return -(-self.score_warps * FRAG_ROWS // (self.slot_bytes // self.k_pitch))
+        return self._staging_slots_of(self.staging_parts)
+
+    def _staging_pitch_of(self, parts: int) -> int:
+        return 2 * self.head_dim_qk // parts + SHARED_PAD
+
+    def _staging_slots_of(self, parts: int) -> int:
+        return -(-self.score_warps // (self.slot_bytes // (FRAG_ROWS * self._staging_pitch_of(parts))))
 
     @property
     def barriers_offset(self) -> int:
@@ -322,6 +364,11 @@ class MmaGeometry:
         """Of the ring, at the end of a segment: outputs of the teams that share rows, all but the first."""
         return (self.key_teams - 1) * self.rows_per_tile * self.head_dim_v * 4
 
+    def fits(self, shared_bytes: int) -> bool:
+        """Whether a block finds room, and the ring is large enough for what passes through it beside keys."""
+        passing = max(self.team_merge_bytes, self.staging_slots * self.slot_bytes)
+        return self.tile_bytes <= shared_bytes and passing <= self.stages * self.slot_bytes
+
     @property
     def table_offset(self) -> int:
         """Where the work table starts, in 4-byte words."""
@@ -330,11 +377,6 @@ class MmaGeometry:
     def shared_bytes(self, max_requests: int) -> int:
         """Dynamic shared memory of a block that walks keys."""
         return self.tile_bytes + table_bytes(max_requests)
-
-
-def _copy_lanes(k_row_bytes: int, v_row_bytes: int) -> int:
-    """The most lanes, up to 8, that rows of both widths are a multiple of, 16 bytes a lane."""
-    return next(n for n in (8, 4, 2, 1) if k_row_bytes % (16 * n) == 0 and v_row_bytes % (16 * n) == 0)
 
 
 def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
@@ -349,12 +391,11 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         Teams that the rows leave over take keys of their own: memory latency wants eight warps.  Tiles of 64 keys, and
         of 32 for MLA, make 16 to 37 KB a step; less where the device's shared memory is small.
     Stages
-        All that fit.  Two tiles are in use at a time, the others are on their way.
+        All that fit.  Two tiles are in use at a time, the others are on their way.  An fp8 tile is on its way in its
+        own, smaller slots, and the ring has just what is in use and the tile that is being widened.
 
-    Raises ArgumentError for widths that neither serves, and for fp8 caches.
+    Raises ArgumentError for widths that neither serves.
     """
-    if spec.is_fp8:
-        raise ArgumentError("kernel", "'simt' with an fp8 cache: 'mma' does not read one yet", repr(spec.kernel))
     frags = -(-spec.max_nodes * spec.group // FRAG_ROWS)
     if max(spec.head_dim_qk, spec.head_dim_v) <= ONE_WARP_MAX_DIM:
         most = MAX_LEAN_WARPS if spec.head_dim_v // 2 + spec.head_dim_qk // 4 <= 96 else MAX_WARPS
@@ -387,37 +428,38 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
             row_teams=row_teams,
             key_teams=key_teams,
             team_keys=team_keys,
+            cache_bytes=1 if spec.is_fp8 else 2,
             stages=MIN_STAGES,
+            raw_stages=MIN_RAW_STAGES if spec.is_fp8 else 0,
             query_steps_kept=0,
             can_suspend=limits.can_suspend,
             can_shift=limits.can_shift,
         )
         tiles = replace(tiles, query_steps_kept=query_steps_in_registers(tiles))
-        stages = most_stages(tiles, limits.shared_bytes - max(TABLE_RESERVE, table_bytes(spec.max_requests)))
-        tiles = replace(tiles, stages=max(MIN_STAGES, stages))
-        if stages >= MIN_STAGES:
-            break
-    return tiles
+        room = limits.shared_bytes - max(TABLE_RESERVE, table_bytes(spec.max_requests))
+        deeper = [tiles, *(with_stages(tiles, n) for n in range(MIN_STAGES + 1, MAX_STAGES + 1))]
+        fitting = [one for one in deeper if one.fits(room)]
+        if fitting:
+            return fitting[-1]
+    return tiles  # check_shared_memory says by how much it does not fit
+
+
+def with_stages(tiles: MmaGeometry, stages: int) -> MmaGeometry:
+    """With so many tiles in use or on their way: in the ring, or of fp8 in the raw slots, as far as the ring allows."""
+    if tiles.raw_stages:
+        return replace(tiles, raw_stages=stages - MIN_STAGES + MIN_RAW_STAGES)
+    return replace(tiles, stages=stages)
 
 
 def query_steps_in_registers(tiles: MmaGeometry) -> int:
     """How many k16 steps of the queries a warp keeps; the rest it reads from shared memory for each tile."""
     scores = 2 * 4 * tiles.key_frags  # of this tile and the last one
     outputs = 0 if tiles.has_roles else 4 * tiles.value_frags
-    registers = SCORE_REGISTERS if tiles.shifts_registers else 65536 // tiles.threads // 8 * 8
+    whole_groups = -(-tiles.warps // 4) * 4  # registers are handed out to four warps at a time
+    registers = SCORE_REGISTERS if tiles.shifts_registers else 65536 // (whole_groups * WARP) // 8 * 8
     registers = min(255, registers)
-    others = ROLE_REGISTERS if tiles.has_roles else TEAM_REGISTERS
+    others = (ROLE_REGISTERS if tiles.has_roles else TEAM_REGISTERS) + (WIDEN_REGISTERS if tiles.raw_stages else 0)
     return max(0, min(tiles.query_steps, (registers - scores - outputs - others) // 4))
-
-
-def most_stages(tiles: MmaGeometry, shared_bytes: int) -> int:
-    """Ring slots that fit; 0 if not even one does."""
-    for stages in range(MAX_STAGES, 0, -1):
-        candidate = replace(tiles, stages=stages)
-        has_room = max(candidate.team_merge_bytes, candidate.staging_slots * tiles.slot_bytes)
-        if candidate.tile_bytes <= shared_bytes and has_room <= stages * tiles.slot_bytes:
-            return stages
-    return 0
 
 
 def geometry_of(spec: VerifySpec, limits: DeviceLimits) -> SimtGeometry | MmaGeometry:

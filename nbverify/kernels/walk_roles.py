@@ -266,7 +266,7 @@ def _make_walk_values(spec, geometry, ring):
     def fill(me, args, shared, record, turn):
         """Request the first tiles of a segment, as many as there are slots."""
         segment = load_segment(record)
-        find_first_rows(me, args, shared, record, turn)
+        find_first_rows(me, args, shared, record)
         first_tile = int32(segment.first_tile)
         end = min(int32(first_tile + stages), int32(segment.end_tile))
         tile = first_tile

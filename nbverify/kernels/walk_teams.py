@@ -74,7 +74,7 @@ def _make_walk_segment(spec, geometry, ring):
     def start(me, args, shared, record, turn, first_row, queries):
         """Request the first tiles, as many as there are slots, and load the queries by way of the last slots."""
         segment = load_segment(record)
-        find_first_rows(me, args, shared, record, turn)
+        find_first_rows(me, args, shared, record)
         tile = int32(segment.first_tile)
         end = min(int32(tile + stages), int32(segment.end_tile))
         left = int32(before_queries)
