@@ -11,6 +11,7 @@ from support.batches import pick, random_batch
 from support.devices import BoundBatch, run
 from support.kernels import on_each_kernel, parametrize_specs
 
+DEBUG_PLANS = True  # for tests/gpu/conftest.py
 DEBUG = replace(FIXED, max_nodes=6, max_kv_len=60)
 DEBUG_PACKED = replace(BY_MASK[nv.Mask.PACKED], max_nodes=40)
 

@@ -8,7 +8,14 @@ import nbverify as nv
 from support.basic import BASE, BY_MASK, FIXED, FP8, SMALL_MLA, VARIANTS, WIDE_MLA, ragged, several_chunks
 from support.batches import assert_close, pad, pick, random_batch, unused_slots
 from support.devices import BoundBatch, run
-from support.kernels import parametrize_specs
+from support.kernels import on_kernels, parametrize_specs
+
+# Specs that tests make of those they are given: for tests/gpu/conftest.py.
+ALSO_COMPILED = [
+    spec
+    for given in (BASE, FIXED, WIDE_MLA, replace(WIDE_MLA, split="fixed"))
+    for spec in on_kernels(replace(given, reduction="two_launch"))
+] + [spec for given in BY_MASK.values() for spec in on_kernels(given)]
 
 
 def common_grid(dev, specs) -> int:
