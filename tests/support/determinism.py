@@ -26,6 +26,7 @@ def common_grid(dev, specs) -> int:
 @parametrize_specs(
     {"balanced": BASE, "fixed": FIXED, "two_launch": VARIANTS["two_launch"], "fp8": FP8, "wide-mla": WIDE_MLA},
     slow=("balanced", "two_launch", "wide-mla"),
+    slow_simt=("wide-mla",),
 )
 def test_a_rerun_has_the_same_bits(dev, spec):
     batch = ragged(dev, spec)
@@ -40,6 +41,7 @@ def test_a_rerun_has_the_same_bits(dev, spec):
 @parametrize_specs(
     {"balanced": BASE, "fixed": FIXED, "wide-mla": WIDE_MLA, "fixed-wide-mla": replace(WIDE_MLA, split="fixed")},
     slow=("fixed", "wide-mla"),
+    slow_simt=("wide-mla",),
     rare=("fixed-wide-mla",),
 )
 def test_grid_sync_equals_two_launch(dev, spec):
@@ -117,7 +119,7 @@ def test_bits_do_not_depend_on_the_workspace(dev, spec):
     assert BoundBatch(dev, plan, batch).run().bits == first.bits
 
 
-@parametrize_specs({"gqa": BASE, "wide-mla": WIDE_MLA})
+@parametrize_specs({"gqa": BASE, "wide-mla": WIDE_MLA}, slow_simt=("wide-mla",))
 def test_hidden_keys_do_not_change_bits(dev, spec):
     """A row's bits depend on its visible keys alone: finite, infinite or NaN K and V where nothing is seen."""
     rng = np.random.default_rng(34)
