@@ -77,7 +77,8 @@ class VerifySpec:
     reduction
         "grid_sync": one cooperative launch.  "two_launch": two plain ones, bitwise the same result.
     kernel
-        "simt": the plain kernel.
+        "simt": the plain kernel.  "mma": tensor cores, faster, and not for every spec yet (16-bit caches; head dims up
+        to 256, or a ``head_dim_v`` that is a multiple of 128): the plan refuses the others by name.
     score_mod
         ``score_mod(score, request, head, node, key) -> score``: a plain function, compiled into the kernel.
 

@@ -654,6 +654,7 @@ PTX_TWINS: dict[str, Twin] = {
     "elect_one": elect_one,
     "setmaxnreg_inc": setmaxnreg,
     "setmaxnreg_dec": setmaxnreg,
+    "lane_id": lambda: uint32(getcurrent().lane),
     "opaque_u32": lambda x: uint32(_address32(x)),
     "unroll_loops": lambda: None,
 }

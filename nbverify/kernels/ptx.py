@@ -656,6 +656,12 @@ def opaque_u32(typingctx, x):
 
 
 @intrinsic
+def lane_id(typingctx):
+    """The lane (u32), read from its special register each time: where a register to keep it in is missing."""
+    return _emit("mov.u32 $0, %laneid;", u32)
+
+
+@intrinsic
 def unroll_loops(typingctx):
     """Have every loop of known length that follows in this function unrolled fully; the others not at all.
 

@@ -170,10 +170,12 @@ def make_schedule(spec, geometry):
         if thread == 0:
             items[0] = 0
             units[0] = 0
-        for b in range(thread, num_requests, threads):
+        b = int64(thread)
+        while b < num_requests:
             request = load_request(args, b)
             units[b + 1] = num_units(request)
             items[b + 1] = units[b + 1] * items_per_unit(request, args.max_splits)
+            b += threads
         cuda.syncthreads()  # publishes the counts to the scanning warp
         if thread < WARP:
             inclusive_scan(items, num_requests, thread)
@@ -242,8 +244,8 @@ def make_schedule(spec, geometry):
 @cuda.jit(device=True)
 def inclusive_scan(values, count, lane):
     """``values[1 : count + 1]`` become their running sums.  One whole warp calls it, 32 values at a time."""
-    carry = int64(0)
-    for base in range(0, count, WARP):
+    carry, base = int64(0), int64(0)
+    while base < count:
         value = int64(0)
         if base + lane < count:
             value = values[base + lane + 1]
@@ -255,3 +257,4 @@ def inclusive_scan(values, count, lane):
         if base + lane < count:
             values[base + lane + 1] = value
         carry = cuda.shfl_sync(uint32(FULL_WARP), value, WARP - 1)
+        base += WARP

@@ -1,8 +1,8 @@
 """The segment that a block works on, as a record in shared memory.
 
 All threads of a block work on the same segment, and need its fields rarely: when a tile is fetched, when a score is
-masked, when rows are written.  Kept in registers, some thirty of them a thread would be missing to the accumulators.  So
-one warp looks the segment up and writes it down, and each use reads the fields that it needs, a few cycles away.
+masked, when rows are written.  Kept in registers, some thirty of them a thread would be missing to the accumulators.
+So one warp looks the segment up and writes it down, and each use reads the fields that it needs, a few cycles away.
 
 There are two records.  The next segment is written into the one that the current segment does not use, and the block
 barrier that publishes it tells that everybody is done with the other.
@@ -38,7 +38,7 @@ def make_open_segment(spec, schedule):
                 record[8], record[9], record[10] = segment.first_tile, segment.end_tile, int64(segment.direct)
                 record[11], record[12] = segment.state, segment.next_position
                 record[MASK_START], record[SHARE_END] = mask_start, share_end
-                # Address of the request's first entry in kv_indices: the way to most indices is then a few instructions.
+                # Address of the request's first entry in kv_indices: most indices are then a few instructions away.
                 first_index = request.prefix_start * args.kv_indices_words
                 record[PREFIX_INDICES] = int64(ptx.global_address(args.kv_indices, first_index))
         cuda.syncthreads()  # publishes the record; nobody uses the other one any more

@@ -1,17 +1,15 @@
 """Tile shapes of the tensor-core kernel: who computes what, and where it lies in shared memory.
 
-The warps of a block form *teams*.  A team owns 16 * ``row_frags`` query rows and, of each key tile, ``team_keys`` keys; a
-block has ``row_teams`` x ``key_teams`` teams.
+Two ways to share a tile among the warps of a block, both in row fragments of 16 query rows:
 
-    slices = 1   (head dims up to 256) a team is one warp and has one row fragment.  It exchanges nothing.
-    slices = 2   (MLA) two warps share each row fragment: for the scores, each multiplies half of head_dim_qk, and they
-                 exchange half of their partial sums, so that each finishes eight rows.  For the output each of the
-                 team's warps owns a slice of the head_dim_v columns, for all rows of the team.
-
-So a warp keeps in registers what it needs for every tile: its queries (MLA: 16 rows x 288 columns, 72 registers) and its
-outputs (32 rows x 128 columns, 128 registers).  Teams with rows of their own share each key tile but no barrier: while
-one waits for its slowest warp the other keeps the tensor cores busy.  Teams that share rows take different keys and are
-merged at the end of a segment.
+    teams   (head dims up to 256) every warp does everything for one row fragment and ``team_keys`` keys of each tile:
+            scores, softmax, and all columns of the output.  ``row_teams`` x ``key_teams`` warps; those that share rows
+            take different keys and are merged at the end of a segment.
+    roles   (MLA) a row's 512 output columns do not fit beside its queries, so the work is split by kind:
+            ``row_frags`` score warps, one a fragment, keep the queries and make the weights P;
+            ``value_warps`` value warps, each with its slice of the columns for all rows, keep the outputs and also
+            fetch the keys.  P passes through shared memory.  Each key row is then read from shared memory once per 16
+            query rows for the scores, and once per 64 for the output.
 
 ``choose_tiles`` picks the shape, and its reasons stand there.
 """
@@ -29,13 +27,16 @@ FRAG_KEYS = 16  # keys of an mma of P and V
 SHARED_PAD = 16  # bytes: rows of a width that is a multiple of 32 bytes then start in different banks (ldmatrix)
 SEGMENT_FIELDS = 16
 MAX_WARPS = 8  # 255 registers a thread
+MAX_ROLE_FRAGS = 4  # 64 rows
 MAX_LEAN_WARPS = 12  # 168 registers a thread
 MAX_TEAMS = 15  # named barriers
 MAX_STAGES = 8
 MIN_STAGES = 3  # two tiles in use, one on its way
 ONE_WARP_MAX_DIM = 256  # accumulators of 16 rows x 256 columns: 128 registers
 TABLE_RESERVE = 1024  # bytes kept free for the work table, so that the tile does not depend on max_requests below 63
-OTHER_REGISTERS = 44  # fragments in flight, addresses, row states: what is left of 255 after the arrays
+# Registers beside a warp's large arrays: fragments in flight, addresses, row states.  Found by compiling: less spills.
+TEAM_REGISTERS = 64
+ROLE_REGISTERS = 80
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,6 @@ class DeviceLimits:
 
     shared_bytes: int  # that a block may use (opt-in)
     can_suspend: bool  # a thread that waits at an mbarrier: compute capability 9.0 and up
-    native_fp8: bool  # cvt from e4m3: 8.9 and up
 
 
 # Opt-in shared memory of a block by compute capability (CUDA C++ Programming Guide, "Technical Specifications").
@@ -59,7 +59,7 @@ def limits_of(cc: tuple[int, int], shared_bytes: int | None = None) -> DeviceLim
     """Limits of a compute capability; ``shared_bytes`` where a device or a user says it."""
     if shared_bytes is None:
         shared_bytes = SHARED_BYTES.get(cc, SMALLEST_SHARED_BYTES)
-    return DeviceLimits(shared_bytes, can_suspend=cc >= (9, 0), native_fp8=cc >= (8, 9))
+    return DeviceLimits(shared_bytes, can_suspend=cc >= (9, 0))
 
 
 @dataclass(frozen=True)
@@ -67,49 +67,52 @@ class MmaGeometry:
     """Constants of one tensor-core kernel.  Offsets into shared memory are in bytes; regions in this order:
 
         ring        [stages] of a key tile: K rows, then V rows if they are apart; rows padded by 16 bytes
-        wide        [2] the same in 16 bits, fp8 caches only
-        exchange    [2, warps, team_keys / 16, lanes, 4]  float32, the partial scores that the partner finishes
-        weights     [2, teams, team_keys / 16, row_frags, lanes, 4]  P as mma fragments, 32-bit pairs
-        factors     [2, teams, 16 row_frags]  float32, rescaling of a row's output by the last tile
+        weights     [2, team_keys / 16, row_frags, lanes, 4]  P as mma fragments, 32-bit pairs (roles)
+        factors     [2, rows_per_tile]  float32, rescaling of a row's output by the last tile (roles)
+        flags       [2, 4]  uint32, one a score warp: some factor is not 1 (roles)
+        indices     [2, keys_per_tile]  uint32, of a tile to be fetched (roles)
         states      [key_teams, rows_per_tile, 2]  float32, (m, l) of a finished row
-        queries     [warps, query_steps - query_steps_kept, lanes, 4]  query fragments that have no register
-        barriers    [2 stages (+ 4)]  8 bytes each
+        queries     [score warps, 16]  query rows, padded, but for the columns that are kept in registers
+        barriers    [2 stages]  8 bytes each
         segments    [2, SEGMENT_FIELDS]  int64, this segment and the last one (kernels/segments.py)
         table       [2, max_requests + 1]  int64, see kernels/schedule.py
 
-    The first of two dimensions is the parity of the tile.  ``exchange`` to ``factors`` are empty with one slice.
+    The first of two dimensions is the parity of the tile.
     """
 
     head_dim_qk: int
     head_dim_v: int
     shared_kv: bool
-    kv_itemsize: int
-    slices: int
-    row_frags: int
-    row_teams: int
-    key_teams: int
+    row_frags: int  # teams: 1
+    value_warps: int  # teams: 0
+    row_teams: int  # roles: 1
+    key_teams: int  # roles: 1
     team_keys: int
     stages: int
     query_steps_kept: int
     can_suspend: bool
-    native_fp8: bool
 
     # --- warps
 
     @property
-    def teams(self) -> int:
-        """Teams of a block."""
-        return self.row_teams * self.key_teams
-
-    @property
-    def team_warps(self) -> int:
-        """Warps of a team."""
-        return self.slices * self.row_frags
+    def has_roles(self) -> bool:
+        """Score and value warps, not teams."""
+        return self.value_warps > 0
 
     @property
     def warps(self) -> int:
         """Warps of a block."""
-        return self.teams * self.team_warps
+        return self.row_frags + self.value_warps if self.has_roles else self.row_teams * self.key_teams
+
+    @property
+    def first_fetching_warp(self) -> int:
+        """The warps from here on fetch keys."""
+        return self.row_frags if self.has_roles else 0
+
+    @property
+    def fetching_warps(self) -> int:
+        """Warps that fetch keys, and release them."""
+        return self.warps - self.first_fetching_warp
 
     @property
     def threads(self) -> int:
@@ -117,14 +120,9 @@ class MmaGeometry:
         return self.warps * WARP
 
     @property
-    def team_rows(self) -> int:
-        """Query rows of a team."""
-        return self.row_frags * FRAG_ROWS
-
-    @property
     def rows_per_tile(self) -> int:
         """Query rows of a block."""
-        return self.row_teams * self.team_rows
+        return FRAG_ROWS * self.row_frags * self.row_teams
 
     @property
     def keys_per_tile(self) -> int:
@@ -132,15 +130,10 @@ class MmaGeometry:
         return self.key_teams * self.team_keys
 
     @property
-    def rows_per_lane(self) -> int:
-        """Rows whose softmax a lane computes, of the 16 of its warp's fragment: those are two lanes' rows."""
-        return 2 // self.slices
-
-    @property
     def copied_rows(self) -> int:
         """Rows of a tile that one warp fetches: whole passes."""
         rows_per_pass = WARP // self.copy_lanes
-        return -(-self.keys_per_tile // (self.warps * rows_per_pass)) * rows_per_pass
+        return -(-self.keys_per_tile // (self.fetching_warps * rows_per_pass)) * rows_per_pass
 
     @property
     def copy_lanes(self) -> int:
@@ -155,9 +148,18 @@ class MmaGeometry:
     # --- mma counts of one warp and tile
 
     @property
+    def steps_ahead(self) -> int:
+        """How many mma steps before its use an operand is requested from shared memory.
+
+        Left to itself the assembler keeps one load on the way and lets each mma wait for it; but where registers are
+        short (teams keep queries and outputs in one warp) it does better alone.
+        """
+        return 1 if self.has_roles else 0
+
+    @property
     def query_steps(self) -> int:
         """k16 steps of the scores."""
-        return self.head_dim_qk // 16 // self.slices
+        return self.head_dim_qk // 16
 
     @property
     def key_frags(self) -> int:
@@ -167,12 +169,17 @@ class MmaGeometry:
     @property
     def value_frags(self) -> int:
         """n8 tiles of the output."""
-        return self.head_dim_v // 8 // self.team_warps
+        return self.head_dim_v // 8 // max(1, self.value_warps)
 
     @property
-    def mma_per_tile(self) -> int:
-        """mma instructions of a warp for a tile that every row sees."""
-        return self.query_steps * self.key_frags + self.row_frags * self.value_frags * (self.team_keys // FRAG_KEYS)
+    def score_mma(self) -> int:
+        """mma instructions of a warp for the scores of a tile."""
+        return self.query_steps * self.key_frags
+
+    @property
+    def value_mma(self) -> int:
+        """mma instructions of a warp for the output of a tile that every row sees."""
+        return self.row_frags * self.value_frags * (self.team_keys // FRAG_KEYS)
 
     # --- bytes
 
@@ -182,97 +189,64 @@ class MmaGeometry:
         return not self.shared_kv
 
     @property
-    def is_fp8(self) -> bool:
-        """The ring holds bytes, which are widened."""
-        return self.kv_itemsize == 1
-
-    @property
     def k_row_bytes(self) -> int:
         """Of a row in the pool."""
-        return self.head_dim_qk * self.kv_itemsize
+        return 2 * self.head_dim_qk
 
     @property
     def v_row_bytes(self) -> int:
         """Of a row in the V pool; 0 if V is part of K."""
-        return self.head_dim_v * self.kv_itemsize if self.separate_v else 0
+        return 2 * self.head_dim_v if self.separate_v else 0
 
     @property
-    def ring_k_pitch(self) -> int:
+    def k_pitch(self) -> int:
         """Distance of K rows in the ring."""
         return self.k_row_bytes + SHARED_PAD
 
     @property
-    def ring_v_pitch(self) -> int:
-        """Distance of V rows in the ring."""
-        return self.v_row_bytes + SHARED_PAD if self.separate_v else self.ring_k_pitch
-
-    @property
-    def k_pitch(self) -> int:
-        """Distance of 16-bit K rows, those that are multiplied."""
-        return 2 * self.head_dim_qk + SHARED_PAD
-
-    @property
     def v_pitch(self) -> int:
-        """Distance of 16-bit V rows."""
-        return 2 * self.head_dim_v + SHARED_PAD if self.separate_v else self.k_pitch
-
-    def _tile_bytes(self, k_pitch: int, v_pitch: int) -> int:
-        return self.keys_per_tile * (k_pitch + (v_pitch if self.separate_v else 0))
+        """Distance of V rows in the ring."""
+        return self.v_row_bytes + SHARED_PAD if self.separate_v else self.k_pitch
 
     @property
     def slot_bytes(self) -> int:
         """A tile in the ring."""
-        return self._tile_bytes(self.ring_k_pitch, self.ring_v_pitch)
-
-    @property
-    def ring_v_offset(self) -> int:
-        """First V row of a ring slot."""
-        return self.keys_per_tile * self.ring_k_pitch if self.separate_v else 0
+        return self.keys_per_tile * (self.k_pitch + (self.v_pitch if self.separate_v else 0))
 
     @property
     def v_offset(self) -> int:
-        """First 16-bit V row of a tile."""
+        """First V row of a tile."""
         return self.keys_per_tile * self.k_pitch if self.separate_v else 0
-
-    @property
-    def wide_bytes(self) -> int:
-        """A tile in 16 bits."""
-        return self._tile_bytes(self.k_pitch, self.v_pitch)
-
-    @property
-    def wide_offset(self) -> int:
-        """First byte of the widened tiles."""
-        return self.stages * self.slot_bytes
-
-    @property
-    def exchange_offset(self) -> int:
-        """First byte of the partial scores."""
-        return self.wide_offset + (2 * self.wide_bytes if self.is_fp8 else 0)
-
-    @property
-    def exchange_bytes(self) -> int:
-        """Partial scores of a block, for tiles of one parity."""
-        return self.warps * (self.team_keys // 16) * WARP * 16 if self.slices > 1 else 0
 
     @property
     def weights_offset(self) -> int:
         """First byte of P."""
-        return self.exchange_offset + 2 * self.exchange_bytes
+        return self.stages * self.slot_bytes
 
     @property
-    def team_weights_bytes(self) -> int:
-        """P of a team, for tiles of one parity."""
-        return self.team_keys // 16 * self.row_frags * WARP * 16 if self.slices > 1 else 0
+    def weights_bytes(self) -> int:
+        """P of a tile."""
+        return self.team_keys // 16 * self.row_frags * WARP * 16 if self.has_roles else 0
 
     @property
     def factors_offset(self) -> int:
         """First byte of the factors."""
-        return self.weights_offset + 2 * self.teams * self.team_weights_bytes
+        return self.weights_offset + 2 * self.weights_bytes
+
+    @property
+    def flags_offset(self) -> int:
+        """First byte of the flags."""
+        return self.factors_offset + (2 * 4 * self.rows_per_tile if self.has_roles else 0)
+
+    @property
+    def indices_offset(self) -> int:
+        """First byte of the indices."""
+        return self.flags_offset + (2 * 16 if self.has_roles else 0)
 
     @property
     def states_offset(self) -> int:
         """First byte of (m, l)."""
-        return self.factors_offset + (2 * self.teams * self.team_rows * 4 if self.slices > 1 else 0)
+        return self.indices_offset + (2 * 4 * self.keys_per_tile if self.has_roles else 0)
 
     @property
     def queries_offset(self) -> int:
@@ -280,19 +254,29 @@ class MmaGeometry:
         return self.states_offset + self.key_teams * self.rows_per_tile * 8
 
     @property
+    def score_warps(self) -> int:
+        """Warps that keep queries."""
+        return self.row_frags if self.has_roles else self.warps
+
+    @property
     def query_rest(self) -> int:
         """k16 steps of the queries that stay in shared memory."""
         return self.query_steps - self.query_steps_kept
 
     @property
+    def queries_pitch(self) -> int:
+        """Distance of query rows in shared memory."""
+        return 32 * self.query_rest + SHARED_PAD if self.query_rest else 0
+
+    @property
     def barriers_offset(self) -> int:
-        """First mbarrier: full[stages], empty[stages], then full and empty of the widened tiles."""
-        return self.queries_offset + self.warps * self.query_rest * WARP * 16
+        """First mbarrier: full[stages], empty[stages]."""
+        return self.queries_offset + self.score_warps * FRAG_ROWS * self.queries_pitch
 
     @property
     def num_barriers(self) -> int:
         """mbarriers of a block."""
-        return 2 * self.stages + (4 if self.is_fp8 else 0)
+        return 2 * self.stages
 
     @property
     def segments_offset(self) -> int:
@@ -332,57 +316,56 @@ def _copy_lanes(k_row_bytes: int, v_row_bytes: int) -> int:
 def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
     """The tile of a spec on a device.  Its reasons:
 
-    Slices
-        One while a row's output fits a warp's registers (head dims up to 256): nothing is exchanged.
+    Teams or roles
+        Teams while a row's output fits a warp's registers (head dims up to 256): nothing is exchanged.
     Rows
         As few as the spec's nodes x heads fill, in steps of 16: an unused row costs as much as a used one.  If they do
-        not fit one tile, tiles of equal height.  MLA stops at 64 rows, whose accumulators take half the register file.
+        not fit one tile, tiles of equal height.  Roles stop at 64 rows, whose outputs take half the register file.
     Keys
-        Warps that the rows leave over take keys of their own: memory latency wants eight warps.  Tiles of 64 keys, and
-        of 32 for MLA at 64 rows, make 30 to 70 KB a barrier; less where the device's shared memory is small.
+        Teams that the rows leave over take keys of their own: memory latency wants eight warps.  Tiles of 64 keys, and
+        of 32 for MLA, make 16 to 37 KB a step; less where the device's shared memory is small.
     Stages
         All that fit.  Two tiles are in use at a time, the others are on their way.
 
-    Raises ArgumentError for widths that no team serves.
+    Raises ArgumentError for widths that neither serves, and for fp8 caches.
     """
-    if max(spec.head_dim_qk, spec.head_dim_v) <= ONE_WARP_MAX_DIM:
-        slices = 1
-    elif spec.head_dim_qk % 32 == 0 and spec.head_dim_v % 64 == 0:
-        slices = 2
-    else:
-        raise ArgumentError(
-            "kernel",
-            "head dims up to 256, or multiples of 32 (qk) and 64 (v), for 'mma' ('simt' takes all)",
-            f"head_dim_qk={spec.head_dim_qk}, head_dim_v={spec.head_dim_v}",
-        )
+    if spec.is_fp8:
+        raise ArgumentError("kernel", "'simt' with an fp8 cache: 'mma' does not read one yet", repr(spec.kernel))
     frags = -(-spec.max_nodes * spec.group // FRAG_ROWS)
-    if slices == 1:
+    if max(spec.head_dim_qk, spec.head_dim_v) <= ONE_WARP_MAX_DIM:
         most = MAX_LEAN_WARPS if spec.head_dim_v // 2 + spec.head_dim_qk // 4 <= 96 else MAX_WARPS
-        row_frags = 1
         row_teams = -(-frags // -(-frags // most))
         key_teams = max(1, MAX_WARPS // row_teams)
         widest = 32 if row_teams > MAX_WARPS else 64  # scores of 64 keys: 32 registers
-        choices = [(key_teams, max(16, widest // key_teams // n // 16 * 16)) for n in (1, 2, 4)]
+        shapes = []
+        while key_teams > 0:
+            keys = [max(FRAG_KEYS, widest // key_teams // n // FRAG_KEYS * FRAG_KEYS) for n in (1, 2, 4)]
+            shapes += [(1, 0, row_teams, key_teams, n) for n in dict.fromkeys(keys)]
+            key_teams //= 2
     else:
-        row_frags = 1 if frags == 1 else 2
-        row_teams = 2 if frags > 2 else 1
-        most = MAX_WARPS // (slices * row_frags * row_teams)
-        choices = [(1, 32), (1, 16)] if most == 1 else [(n, 16) for n in (4, 2, 1) if n <= most]
-    for key_teams, team_keys in choices:
+        row_frags = min(frags, MAX_ROLE_FRAGS)
+        value_warps = next((n for n in (8, 4, 2) if spec.head_dim_v % (16 * n) == 0), 0)
+        columns = spec.head_dim_v // max(1, value_warps)
+        if value_warps == 0 or row_frags * columns // 2 > 128:
+            raise ArgumentError(
+                "kernel",
+                "head dims up to 256, or a head_dim_v that is a multiple of 128, for 'mma' ('simt' takes all)",
+                f"head_dim_qk={spec.head_dim_qk}, head_dim_v={spec.head_dim_v}",
+            )
+        shapes = [(row_frags, value_warps, 1, 1, keys) for keys in (32, 16)]
+    for row_frags, value_warps, row_teams, key_teams, team_keys in shapes:
         tiles = MmaGeometry(
             head_dim_qk=spec.head_dim_qk,
             head_dim_v=spec.head_dim_v,
             shared_kv=spec.shared_kv,
-            kv_itemsize=1 if spec.is_fp8 else 2,
-            slices=slices,
             row_frags=row_frags,
+            value_warps=value_warps,
             row_teams=row_teams,
             key_teams=key_teams,
             team_keys=team_keys,
             stages=MIN_STAGES,
             query_steps_kept=0,
             can_suspend=limits.can_suspend,
-            native_fp8=limits.native_fp8,
         )
         tiles = replace(tiles, query_steps_kept=query_steps_in_registers(tiles))
         stages = most_stages(tiles, limits.shared_bytes - max(TABLE_RESERVE, table_bytes(spec.max_requests)))
@@ -394,10 +377,11 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
 
 def query_steps_in_registers(tiles: MmaGeometry) -> int:
     """How many k16 steps of the queries a warp keeps; the rest it reads from shared memory for each tile."""
-    scores = 4 * tiles.key_frags
-    arrays = 4 * tiles.row_frags * tiles.value_frags + scores + scores // tiles.slices
+    scores = 2 * 4 * tiles.key_frags  # of this tile and the last one
+    outputs = 0 if tiles.has_roles else 4 * tiles.value_frags
     registers = 255 if tiles.warps <= MAX_WARPS else 168
-    return max(0, min(tiles.query_steps, (registers - arrays - OTHER_REGISTERS) // 4))
+    others = ROLE_REGISTERS if tiles.has_roles else TEAM_REGISTERS
+    return max(0, min(tiles.query_steps, (registers - scores - outputs - others) // 4))
 
 
 def most_stages(tiles: MmaGeometry, shared_bytes: int) -> int:

@@ -1,7 +1,7 @@
 """The output of a tile: O = O * factor + P V on tensor cores.
 
-A warp owns all rows of its team and a slice of the columns: ``o[(m * value_frags + j) * 4 + i]`` is the mma result of row
-fragment m and columns 8 j to 8 j + 7 of the slice (rows g and g + 8, columns 2 t and 2 t + 1).
+A warp owns rows and a slice of the columns (teams: all of them): ``o[(m * value_frags + j) * 4 + i]`` is the mma result
+of row fragment m and columns 8 j to 8 j + 7 of the slice (rows g and g + 8, columns 2 t and 2 t + 1).
 
 A weight of 0 must not let a value through, but 0 times NaN is NaN in an mma.  Where every row sees every key that does
 not matter: a NaN then belongs to all rows.  In a *checked* tile, where keys may be hidden (the draft part, and what
@@ -10,7 +10,8 @@ stands behind the last key), values that are not finite are taken out of the ope
     shared K/V   and nothing more: V is part of the K row, so a row that sees the key has a score that is not finite,
                  and with it a sum that is not: it is spoiled already, in all columns.
     separate V   and added as what they are, inf, -inf or NaN, to the columns of the rows that see the key: two mma of
-                 zeros and ones count who sees one.  No row of a healthy cache goes there.
+                 zeros and ones count who sees one (a weight that the 16-bit type rounds to 0 does not).  No row of a
+                 healthy cache goes there.
 """
 
 import math
@@ -49,13 +50,15 @@ def make_rescale(geometry):
 def make_multiply_values(spec, geometry, *, checked):
     """``multiply_values(me, shared, parity, tile, p, o)``: o += P V; ``tile`` is the address of its V rows.
 
-    ``p`` are the warp's own weights (teams of one warp); other teams read theirs from shared memory.
+    ``p`` are the warp's own weights (teams); with roles they are read from shared memory.
     """
     row_frags, value_frags, key_frags = geometry.row_frags, geometry.value_frags, geometry.key_frags
-    team_keys, team_warps, row_teams = geometry.team_keys, geometry.team_warps, geometry.row_teams
-    v_pitch, weights_offset, team_bytes = geometry.v_pitch, geometry.weights_offset, geometry.team_weights_bytes
-    has_team, separate_v, teams = geometry.slices > 1, geometry.separate_v, geometry.teams
+    team_keys, row_teams, score_warps = geometry.team_keys, geometry.row_teams, geometry.row_frags
+    v_pitch, weights_offset, weights_bytes = geometry.v_pitch, geometry.weights_offset, geometry.weights_bytes
+    has_roles, separate_v = geometry.has_roles, geometry.separate_v
     key_steps, column_pairs, num_registers = team_keys // 16, value_frags // 2, 4 * row_frags
+    ahead = geometry.steps_ahead
+    num_fragments = 4 * (ahead + 1)
     multiply = make_multiply(spec.dtype)
     without_non_finite = _make_without_non_finite(spec.dtype)
     add_non_finite = _make_add_non_finite(spec.dtype, row_frags, value_frags)
@@ -64,11 +67,8 @@ def make_multiply_values(spec, geometry, *, checked):
     def load_weights(me, shared, parity, step, p, a):
         """P of 16 keys as the mma's first operand, for all row fragments."""
         ptx.unroll_loops()
-        if has_team:
-            lane, warp = me.lane, me.warp
-            team = uint32(warp // uint32(team_warps) + parity * uint32(teams))
-            source = uint32(shared + uint32(weights_offset) + team * uint32(team_bytes))
-            source = uint32(source + lane * uint32(16))
+        if has_roles:
+            source = uint32(shared + uint32(weights_offset) + parity * uint32(weights_bytes) + me.lane * uint32(16))
             for m in range(row_frags):
                 x = ptx.load_shared_v4_u32(source + uint32((step * row_frags + m) * FRAG_BYTES))
                 a[4 * m], a[4 * m + 1], a[4 * m + 2], a[4 * m + 3] = x[0], x[1], x[2], x[3]
@@ -80,34 +80,49 @@ def make_multiply_values(spec, geometry, *, checked):
                 )  # fmt: skip
 
     @cuda.jit(device=True, forceinline=True)
+    def load_piece(values, i, fragments):
+        """Operand of 16 keys x 16 columns, number ``i`` of the tile."""
+        x = ptx.ldmatrix_x4_trans(values + uint32(i // column_pairs * 16 * v_pitch + i % column_pairs * 32))
+        at = i % (ahead + 1) * 4
+        fragments[at], fragments[at + 1], fragments[at + 2], fragments[at + 3] = x[0], x[1], x[2], x[3]
+
+    @cuda.jit(device=True, forceinline=True)
     def multiply_values(me, shared, parity, tile, p, o):
         ptx.unroll_loops()
         lane, warp = me.lane, me.warp
         # Matrices of the ldmatrix: keys 0-7 and 8-15 of the first 8 columns, then of the next 8.
-        first_key = warp // uint32(team_warps * row_teams) * uint32(team_keys)
-        values = uint32(tile + (first_key + lane % uint32(16)) * uint32(v_pitch) + lane // uint32(16) * uint32(16))
-        values = uint32(values + warp % uint32(team_warps) * uint32(value_frags * 16))
-        a = cuda.local.array(num_registers, uint32)
-        for step in range(key_steps):
-            load_weights(me, shared, parity, step, p, a)
-            for pair in range(column_pairs):
-                b = ptx.ldmatrix_x4_trans(values + uint32(step * 16 * v_pitch + pair * 32))
-                if checked:
-                    clean = (
-                        without_non_finite(b[0]), without_non_finite(b[1]),
-                        without_non_finite(b[2]), without_non_finite(b[3]),
-                    )  # fmt: skip
-                    if separate_v:
-                        is_dirty = clean[0] != b[0] or clean[1] != b[1] or clean[2] != b[2] or clean[3] != b[3]
-                        if cuda.any_sync(uint32(FULL_WARP), is_dirty):
-                            add_non_finite(a, b, pair, o)
-                    b = clean
-                for m in range(row_frags):
-                    w = (a[4 * m], a[4 * m + 1], a[4 * m + 2], a[4 * m + 3])
-                    for j in range(2):
-                        at = (m * value_frags + 2 * pair + j) * 4
-                        c = multiply(w, (b[2 * j], b[2 * j + 1]), (o[at], o[at + 1], o[at + 2], o[at + 3]))
-                        o[at], o[at + 1], o[at + 2], o[at + 3] = c[0], c[1], c[2], c[3]
+        key, column = lane % uint32(16), lane // uint32(16) * uint32(16)
+        if has_roles:
+            column = uint32(column + (warp - uint32(score_warps)) * uint32(value_frags * 16))
+        else:
+            key = uint32(key + warp // uint32(row_teams) * uint32(team_keys))
+        values = uint32(tile + key * uint32(v_pitch) + column)
+        a, fragments = cuda.local.array(num_registers, uint32), cuda.local.array(num_fragments, uint32)
+        for i in range(min(ahead, key_steps * column_pairs)):
+            load_piece(values, i, fragments)
+        for i in range(key_steps * column_pairs):
+            step, pair, here = i // column_pairs, i % column_pairs, i % (ahead + 1) * 4
+            if pair == 0:
+                load_weights(me, shared, parity, step, p, a)
+            if i + ahead < key_steps * column_pairs:
+                load_piece(values, i + ahead, fragments)
+            b = (fragments[here], fragments[here + 1], fragments[here + 2], fragments[here + 3])
+            if checked:
+                clean = (
+                    without_non_finite(b[0]), without_non_finite(b[1]),
+                    without_non_finite(b[2]), without_non_finite(b[3]),
+                )  # fmt: skip
+                if separate_v:
+                    is_dirty = clean[0] != b[0] or clean[1] != b[1] or clean[2] != b[2] or clean[3] != b[3]
+                    if cuda.any_sync(uint32(FULL_WARP), is_dirty):
+                        add_non_finite(a, b, pair, o)
+                b = clean
+            for m in range(row_frags):
+                w = (a[4 * m], a[4 * m + 1], a[4 * m + 2], a[4 * m + 3])
+                for j in range(2):
+                    at = (m * value_frags + 2 * pair + j) * 4
+                    c = multiply(w, (b[2 * j], b[2 * j + 1]), (o[at], o[at + 1], o[at + 2], o[at + 3]))
+                    o[at], o[at + 1], o[at + 2], o[at + 3] = c[0], c[1], c[2], c[3]
 
     return multiply_values
 

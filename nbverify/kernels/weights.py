@@ -1,8 +1,8 @@
 """From scores to weights: mask, running maximum, P = 2^(s - m), and how P reaches the warps that multiply V.
 
 The maximum is raised lazily: while a row's scores stay within 2^8 of what its exponents are taken against, nothing is
-rescaled.  Each row decides for itself (its factor is exactly 1 otherwise); a vote only skips the work when no row of the
-team needs it.  So m is within 8 of the true running maximum, and not above it: any such m gives a valid state.
+rescaled.  Each row decides for itself (its factor is exactly 1 otherwise); a vote only skips the work when no row
+needs it.  So m is within 8 of the true running maximum, and not above it: any such m gives a valid state.
 
 P is rounded to the type of the mma; l adds the unrounded weights, each lane its own keys, and ``finish_row_sum`` adds
 the four lanes of a row at the end of a segment.
@@ -21,6 +21,7 @@ from nbverify.kernels.softmax import ZERO, exponent_base
 SLACK = float32(8.0)  # log2 of the largest weight
 ONE = float32(1.0)
 LANES_PER_ROW = 4
+ROWS_PER_LANE = 2  # of a fragment's 16: g and g + 8
 
 
 def make_pack(dtype):
@@ -40,7 +41,7 @@ def make_weigh(spec, geometry):
     ``weigh(own, largest, maxima, sums, factors, p)`` makes weights of the scores (pairs, ``p[r * key_frags + j]``),
     brings the rows' states up to date, and returns whether a factor of this lane is not 1.
     """
-    rows, key_frags = geometry.rows_per_lane, geometry.key_frags
+    rows, key_frags = ROWS_PER_LANE, geometry.key_frags
     pack, finish_score = make_pack(spec.dtype), make_finish_score(spec)
 
     @cuda.jit(device=True, forceinline=True)
@@ -104,44 +105,56 @@ def finish_row_sum(total):
 
 
 def make_publish_weights(geometry):
-    """``publish_weights(me, shared, parity, factors, p)``: P and the factors for the team.
+    """``publish_weights(me, shared, parity, raised, factors, p)``: P, factors and a flag, from a score warp.
 
-    P lies in shared memory in fragment order, [k16 step][row fragment][lane][4 registers], so that a warp reads its
-    operand of the mma in 16 bytes a lane.  Of the four registers a warp owns two: those of its rows.
+    P lies in shared memory in fragment order, [k16 step][row fragment][lane][4 registers], so that it is written and
+    read in 16 bytes a lane.
     """
-    row_frags, key_frags, teams = geometry.row_frags, geometry.key_frags, geometry.teams
-    team_warps, team_rows = geometry.team_warps, geometry.team_rows
-    weights_offset, team_bytes = geometry.weights_offset, geometry.team_weights_bytes
-    factors_offset = geometry.factors_offset
+    row_frags, key_frags, rows_per_tile = geometry.row_frags, geometry.key_frags, geometry.rows_per_tile
+    weights_offset, weights_bytes = geometry.weights_offset, geometry.weights_bytes
+    factors_offset, flags_offset = geometry.factors_offset, geometry.flags_offset
 
     @cuda.jit(device=True, forceinline=True)
-    def publish_weights(me, shared, parity, factors, p):
+    def publish_weights(me, shared, parity, raised, factors, p):
         ptx.unroll_loops()
-        lane, warp = me.lane, me.warp
-        team, own = uint32(warp // uint32(team_warps) + parity * uint32(teams)), warp % uint32(team_warps)
-        target = uint32(shared + uint32(weights_offset) + team * uint32(team_bytes) + lane * uint32(16))
-        target = uint32(target + own // uint32(2) * uint32(FRAG_BYTES) + own % uint32(2) * uint32(4))
-        for j in range(key_frags):
-            ptx.store_shared_u32(target + uint32(j // 2 * row_frags * FRAG_BYTES + j % 2 * 8), p[j])
-        if lane % uint32(LANES_PER_ROW) == uint32(0):
-            row = team * uint32(team_rows) + own * uint32(8) + lane // uint32(LANES_PER_ROW)
+        target = uint32(shared + uint32(weights_offset) + parity * uint32(weights_bytes))
+        target = uint32(target + me.warp * uint32(FRAG_BYTES) + me.lane * uint32(16))
+        for step in range(key_frags // 2):
+            first, second = 2 * step, key_frags + 2 * step
+            ptx.store_shared_v4_u32(
+                target + uint32(step * row_frags * FRAG_BYTES), (p[first], p[second], p[first + 1], p[second + 1])
+            )
+        if me.lane % uint32(LANES_PER_ROW) == uint32(0):
+            row = parity * uint32(rows_per_tile) + me.warp * uint32(16) + me.lane // uint32(LANES_PER_ROW)
             ptx.store_shared_f32(shared + uint32(factors_offset) + row * uint32(4), factors[0])
+            ptx.store_shared_f32(shared + uint32(factors_offset) + row * uint32(4) + uint32(32), factors[1])
+        any_raised = cuda.any_sync(uint32(FULL_WARP), raised)
+        if me.lane == uint32(0):
+            flag = shared + uint32(flags_offset) + parity * uint32(16) + me.warp * uint32(4)
+            ptx.store_shared_u32(flag, uint32(any_raised))
 
     return publish_weights
 
 
-def make_read_factors(geometry):
-    """``read_factors(me, shared, parity, factors)``: the team's, for the lane's rows."""
-    rows, team_warps, team_rows = 2 * geometry.row_frags, geometry.team_warps, geometry.team_rows
-    factors_offset, teams = geometry.factors_offset, geometry.teams
+def make_rescale_by_flags(geometry):
+    """``rescale_by_flags(me, shared, parity, o)``: a value warp's outputs times the factors, if any is not 1."""
+    row_frags, value_frags, rows_per_tile = geometry.row_frags, geometry.value_frags, geometry.rows_per_tile
+    factors_offset, flags_offset = geometry.factors_offset, geometry.flags_offset
 
     @cuda.jit(device=True, forceinline=True)
-    def read_factors(me, shared, parity, factors):
+    def rescale_by_flags(me, shared, parity, o):
         ptx.unroll_loops()
-        lane, warp = me.lane, me.warp
-        team = uint32(warp // uint32(team_warps) + parity * uint32(teams))
-        row = team * uint32(team_rows) + lane // uint32(LANES_PER_ROW)
-        for r in range(rows):
-            factors[r] = ptx.load_shared_f32(shared + uint32(factors_offset) + (row + uint32(8 * r)) * uint32(4))
+        flags = ptx.load_shared_v4_u32(ptx.opaque_u32(shared + parity * uint32(16)) + uint32(flags_offset))
+        any_raised = flags[0]
+        for f in range(1, row_frags):
+            any_raised = any_raised | flags[f]
+        if any_raised != uint32(0):
+            row = uint32(parity * uint32(rows_per_tile) + me.lane // uint32(LANES_PER_ROW))
+            factors = ptx.opaque_u32(shared + row * uint32(4)) + uint32(factors_offset)
+            for r in range(2 * row_frags):
+                factor = ptx.load_shared_f32(factors + uint32(32 * r))
+                for j in range(value_frags):
+                    at = (r // 2 * value_frags + j) * 4 + r % 2 * 2
+                    o[at], o[at + 1] = o[at] * factor, o[at + 1] * factor
 
-    return read_factors
+    return rescale_by_flags

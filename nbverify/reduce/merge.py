@@ -7,17 +7,17 @@ For a row with states (m_s, l_s, o_s), s < S (kernels/softmax.py), in the order 
 
 (-inf, 0, 0) is neutral: a state that saw nothing weighs exactly 0.  If all are, out = 0 and lse = -inf.
 
-Work      an item is (row unit, row, 256 columns).  With many states to a row a block takes an item together, each warp
-          some of its runs, and shared memory adds the runs up; with few, a warp takes an item alone.  Units that were
-          written directly in phase 1 are skipped.
-Traffic   each partial output is read once, in 16-byte pieces, 4 states of a lane in flight; (m, l) once per 256 columns.
+Work      an item is (row unit, row, 256 columns).  With few items to a block, the block takes an item together, each
+          warp some of its runs, and shared memory adds the runs up; with many, a warp takes an item alone.  Units that
+          were written directly in phase 1 are skipped.
+Traffic   each partial output is read once, in 16-byte pieces, 8 states of a lane in flight; (m, l) twice an item.
 Numerics  float32.  The S states are cut into at most 8 runs of equal length; a run adds its states in order, and the
           sums of the runs are added in order.  The cut depends on S alone: reruns, both reductions, and a block or a
           warp at work, give the same bits.
 """
 
 import numpy as np
-from numba import cuda, float32, int64, uint32
+from numba import cuda, float32, int32, int64, uint32, uint64
 
 from nbverify.kernels import ptx
 from nbverify.kernels.formats import make_narrow
@@ -26,15 +26,15 @@ from nbverify.kernels.schedule import load_request
 from nbverify.kernels.softmax import NEG_INF, ZERO, log_sum_exp, normalise, warp_max, weight
 
 COLUMNS_PER_LOAD = 4 * WARP
-IN_FLIGHT = 4  # states whose outputs a lane requests before it needs the first
-# From this many states a row on, on average, a block works on one row: eight warps hide the latency that one cannot.
-STATES_FOR_A_BLOCK = 8
+IN_FLIGHT = 8  # states whose outputs a lane requests before it needs the first
+# Up to so many items a block, a block takes an item together: its warps then wait for memory side by side.
+ITEMS_FOR_A_BLOCK = 3
 
 
-@cuda.jit(device=True)
+@cuda.jit(device=True, forceinline=True)
 def run_length(num_states):
     """States of a run."""
-    return max(int64(IN_FLIGHT), (num_states + MERGE_RUNS - 1) // MERGE_RUNS)
+    return max(int32(IN_FLIGHT), (num_states + int32(MERGE_RUNS - 1)) // int32(MERGE_RUNS))
 
 
 def make_merge_phase(spec, geometry, schedule):
@@ -50,7 +50,7 @@ def make_merge_phase(spec, geometry, schedule):
     parts = (head_dim_v + columns_per_item - 1) // columns_per_item
     items_per_unit = rows_per_tile * parts
     totals_begin = MERGE_RUNS * MERGE_COLUMNS  # in the scratch: behind the columns
-    is_fixed = spec.split == "fixed"
+    state_bytes, ml_words = 4 * rows_per_tile * head_dim_v, 2 * rows_per_tile
     unit_states = schedule.unit_states
     narrow = make_narrow(spec.dtype)
 
@@ -58,46 +58,50 @@ def make_merge_phase(spec, geometry, schedule):
     def row_maximum(args, states, row):
         """Largest m of a row, in every lane."""
         maximum = NEG_INF
-        for s in range(cuda.threadIdx.x % WARP, states.num_states, WARP):
-            maximum = max(maximum, args.partial_ml[2 * ((states.first_state + s) * rows_per_tile + row)])
+        first, s = uint64(states.first_state * ml_words + 2 * row), int32(cuda.threadIdx.x % WARP)
+        while s < int32(states.num_states):
+            maximum = max(maximum, args.partial_ml[first + uint64(s * ml_words)])
+            s = int32(s + WARP)
         return warp_max(maximum)
 
     @cuda.jit(device=True, forceinline=True)
     def add_run(args, states, row, column, run, maximum, sums):
         """``sums`` = weighted outputs of a run, for a lane's columns ``column + 128 v``; returns its weighted l."""
         ptx.unroll_loops()
-        lane = cuda.threadIdx.x % WARP
-        length = run_length(states.num_states)
-        base, end = run * length, min(states.num_states, (run + 1) * length)
-        for i in range(4 * vectors):
+        lane, num_states = int32(cuda.threadIdx.x % WARP), int32(states.num_states)
+        length = run_length(num_states)
+        base = int32(run * length)
+        end = min(num_states, int32(base + length))
+        ml = uint64(states.first_state * ml_words + 2 * row)
+        source = ptx.global_address(args.partial_o, (states.first_state * rows_per_tile + row) * head_dim_v + column)
+        source += uint64(base) * uint64(state_bytes)
+        for i in range(num_sums):
             sums[i] = ZERO
         total = ZERO
         loaded = cuda.local.array(num_loaded, float32)
         while base < end:  # a lane looks after one state's weight, of 32
             my_weight, my_total = ZERO, ZERO
             if base + lane < end:
-                state_row = (states.first_state + base + lane) * rows_per_tile + row
-                my_weight = weight(args.partial_ml[2 * state_row], maximum)
-                my_total = args.partial_ml[2 * state_row + 1]
-            s = int64(0)
-            while s < min(int64(WARP), end - base):
+                mine = ml + uint64((base + lane) * ml_words)
+                my_weight = weight(args.partial_ml[mine], maximum)
+                my_total = args.partial_ml[mine + uint64(1)]
+            s = int32(0)
+            while s < min(int32(WARP), int32(end - base)):
                 for j in range(IN_FLIGHT):
-                    state_row = (states.first_state + base + s + j) * rows_per_tile + row
                     for v in range(vectors):
                         is_there = base + s + j < end and column + v * COLUMNS_PER_LOAD < head_dim_v
-                        address = ptx.global_address(
-                            args.partial_o, state_row * head_dim_v + column + v * COLUMNS_PER_LOAD
-                        )
+                        address = source + uint64(j * state_bytes + v * COLUMNS_PER_LOAD * 4)
                         x = ptx.load_global_v4_f32_if(address, uint32(is_there))
                         for i in range(4):
                             loaded[(j * vectors + v) * 4 + i] = x[i]
                 for j in range(IN_FLIGHT):  # past the end: 0 times 0
                     w = cuda.shfl_sync(uint32(FULL_WARP), my_weight, s + j)
                     total = cuda.fma(w, cuda.shfl_sync(uint32(FULL_WARP), my_total, s + j), total)
-                    for i in range(4 * vectors):
-                        sums[i] = cuda.fma(w, loaded[j * vectors * 4 + i], sums[i])
-                s += IN_FLIGHT
-            base += WARP
+                    for i in range(num_sums):
+                        sums[i] = cuda.fma(w, loaded[j * num_sums + i], sums[i])
+                source += uint64(IN_FLIGHT * state_bytes)
+                s = int32(s + IN_FLIGHT)
+            base = int32(base + WARP)
         return total
 
     @cuda.jit(device=True)
@@ -124,14 +128,14 @@ def make_merge_phase(spec, geometry, schedule):
         column = part * columns_per_item + 4 * lane
         maximum, total = row_maximum(args, states, row), ZERO
         sums, run_sums = cuda.local.array(num_sums, float32), cuda.local.array(num_sums, float32)
-        for i in range(4 * vectors):
+        for i in range(num_sums):
             sums[i] = ZERO
-        run = int64(0)
-        while run * run_length(states.num_states) < states.num_states:
+        run = int32(0)
+        while run * run_length(int32(states.num_states)) < states.num_states:
             total += add_run(args, states, row, column, run, maximum, run_sums)
-            for i in range(4 * vectors):
+            for i in range(num_sums):
                 sums[i] += run_sums[i]
-            run += 1
+            run = int32(run + 1)
         for v in range(vectors):
             for i in range(0, 4, 2):
                 c = column + v * COLUMNS_PER_LOAD + i
@@ -148,7 +152,7 @@ def make_merge_phase(spec, geometry, schedule):
         column = part * columns_per_item + 4 * lane
         maximum = row_maximum(args, states, row)
         run_sums = cuda.local.array(num_sums, float32)
-        run = int64(warp)
+        run = int32(warp)
         while run < MERGE_RUNS:
             total = add_run(args, states, row, column, run, maximum, run_sums)
             for v in range(vectors):
@@ -157,7 +161,7 @@ def make_merge_phase(spec, geometry, schedule):
                     scratch[at + i] = run_sums[4 * v + i]
             if lane == 0:
                 scratch[totals_begin + run] = total
-            run += warps
+            run = int32(run + warps)
         cuda.syncthreads()  # publishes the runs to the block
         total = ZERO
         for run in range(MERGE_RUNS):
@@ -177,12 +181,9 @@ def make_merge_phase(spec, geometry, schedule):
     @cuda.jit(device=True)
     def merge_phase(args, table):
         scratch = cuda.shared.array(0, float32, 16)
-        num_items, num_units = table[args.num_requests], table[2 * args.num_requests + 1]
-        num_states = num_items
-        if not is_fixed:
-            num_states = num_units + cuda.gridDim.x
-        by_block = num_states > STATES_FOR_A_BLOCK * num_units
+        num_units = table[2 * args.num_requests + 1]
         worker, workers = int64(cuda.blockIdx.x), int64(cuda.gridDim.x)
+        by_block = num_units * items_per_unit <= ITEMS_FOR_A_BLOCK * workers
         if not by_block:
             worker, workers = worker * warps + cuda.threadIdx.x // WARP, workers * warps
         # Neighbouring items go to one worker: it looks up a unit's states once.

@@ -19,7 +19,7 @@ from nbverify.kernels.tiles import SHARED_BYTES, geometry_of, limits_of
 CAPABILITIES = ((8, 0), (8, 6), (9, 0), (12, 0))
 BUDGETS = (65_536, 101_376, 232_448)  # B16: an older card, sm_120, sm_90
 FP8 = "float8_e4m3fn"
-DTYPES = [("bfloat16", None), ("float16", None), ("bfloat16", FP8)]
+DTYPES = [("bfloat16", None), ("float16", None)]
 SERVED = {  # (head_dim_qk, head_dim_v, MLA): the shapes that issue 3 names
     "64": (64, 64, False),
     "96": (96, 96, False),
@@ -106,10 +106,10 @@ def test_b16_budgets(dims, budget):
                     geo.check_shared_memory(spec, tile, budget)
 
 
-def test_b16_fp8_and_16_bits_have_figures_of_their_own():
-    spec = spec_of(SERVED["mla-576-512"], heads=8, max_nodes=8)
-    sizes = {kv: geometry_for(replace(spec, kv_dtype=kv), (12, 0)).shared_bytes(16) for kv in (None, FP8)}
-    assert len(set(sizes.values())) == 2
+def test_fp8_caches_are_refused_by_name():
+    spec = spec_of(SERVED["mla-576-512"], heads=8, max_nodes=8, kv_dtype=FP8)
+    with pytest.raises(nv.ArgumentError, match=r"^kernel: expected 'simt' with an fp8 cache"):
+        nv.VerifyPlan(spec, device="emulator")
 
 
 def test_more_shared_memory_never_serves_less():
@@ -153,8 +153,8 @@ def test_any_width_is_served_or_refused_by_name(nodes):
 
 
 def test_a_refused_width_is_refused_by_the_plan_and_served_by_simt():
-    spec = spec_of((16, 512, False), heads=2, max_nodes=3)
-    with pytest.raises(nv.ArgumentError, match=r"^kernel: .*'simt' takes all.*head_dim_qk=16, head_dim_v=512"):
+    spec = spec_of((16, 272, False), heads=2, max_nodes=3)
+    with pytest.raises(nv.ArgumentError, match=r"^kernel: .*'simt' takes all.*head_dim_qk=16, head_dim_v=272"):
         nv.VerifyPlan(spec, device="emulator")
     nv.VerifyPlan(replace(spec, kernel="simt"), device="emulator")
 
@@ -189,11 +189,11 @@ def test_the_plan_takes_the_limit_that_it_is_given():
 
 
 def rows_multiplied(tile, rows):
-    """Rows that take part in products when a request has so many: whole fragments, or teams where a tile has them.
+    """Rows that take part in the products of the scores: fragments without a row of the request do nothing.
 
-    A tile's row teams without a row of the request do nothing.
+    (In the walk by roles the output is multiplied for whole tiles.)
     """
-    step = getattr(tile, "team_rows", 16)
+    step = 16
     full, rest = divmod(rows, tile.rows_per_tile)
     return full * tile.rows_per_tile + -(-rest // step) * step
 
@@ -260,6 +260,5 @@ def test_the_tile_is_of_the_shape_and_the_device(dims, cc):
 
 def test_capabilities():
     assert [limits_of(cc).can_suspend for cc in ((8, 0), (8, 9), (9, 0), (12, 0))] == [False, False, True, True]
-    assert [limits_of(cc).native_fp8 for cc in ((8, 0), (8, 6), (8, 9), (9, 0))] == [False, False, True, True]
     assert limits_of((9, 9)).shared_bytes == min(SHARED_BYTES.values()), "an unknown one is taken for a small one"
     assert limits_of((9, 0), 50_000).shared_bytes == 50_000

@@ -251,14 +251,17 @@ def test_rows_that_see_nothing(dev, spec):
 @each
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_nan_in_a_visible_value_of_little_weight(dev, spec, dtype):
-    """A key that is seen with a weight of 2^-30 beside one of 1: its NaN reaches the row that sees it all the same."""
+    """A key that is seen with a small weight beside one of 1: its NaN reaches the row that sees it all the same.
+
+    Small as far as the 16-bit type has it: a weight that it rounds to 0 lets nothing through (values.py).
+    """
     if spec.shared_kv:
         pytest.skip("a NaN of K is a NaN of the score")
     spec = replace(spec, dtype=dtype, kv_dtype=dtype, sm_scale=math.log(2))
     batch = random_batch(np.random.default_rng(69), spec, [3], [2], trees=[np.tri(2, dtype=bool)])
     q, k, v = np.zeros_like(batch.q), np.zeros_like(batch.k_cache), np.array(batch.v_cache)
     q[..., 0] = 1
-    k[batch.out_cache_loc[1], :, 0] = -30
+    k[batch.out_cache_loc[1], :, 0] = -30 if dtype == "bfloat16" else -20
     v[batch.out_cache_loc[1], :, 5] = np.nan
     batch = replace(batch, q=q, k_cache=k, v_cache=v)
     result = run(dev, batch, **CAP)
@@ -268,6 +271,8 @@ def test_nan_in_a_visible_value_of_little_weight(dev, spec, dtype):
 @each
 def test_a_score_of_minus_infinity_is_a_hidden_key(dev, spec):
     """Wherever it came from: an infinite K, where all nodes see it, and q of both signs."""
+    if spec.shared_kv:
+        pytest.skip("the infinity of K is one of V, too: of a key that all see it spoils the row, as an overflow may")
     k = tile_keys(dev, spec)
     batch = random_batch(np.random.default_rng(70), spec, [k + 5], [2])
     cache, q = np.array(batch.k_cache), np.array(batch.q)
