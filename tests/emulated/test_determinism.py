@@ -20,7 +20,7 @@ ORDERED = {
 }
 
 
-@parametrize_specs(ORDERED, slow=("fixed-two_launch", "mla"))
+@parametrize_specs(ORDERED, slow=("fixed-two_launch", "mla"), slow_simt=("wide-mla",))
 def test_order_of_threads_does_not_matter(spec):
     """A missing barrier shows as a wrong result under some seed."""
     lens = [several_chunks(EmulatorDevice(3), spec), 3] if spec.split == "fixed" else [66, 3]

@@ -5,6 +5,7 @@ mixture.  A state is (m, total, o), as in kernels/softmax.py; total is its l.
 """
 
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import nbverify as nv
 from nbverify import contract
 from nbverify.kernels.geometry import merge_scratch_bytes, table_bytes
 from nbverify.kernels.schedule import UnitStates
-from nbverify.reduce.merge import STATES_FOR_A_BLOCK, make_merge_phase
+from nbverify.reduce import merge as merge_module
 
 EPS = float(np.finfo(np.float32).eps)
 ROWS = 16  # of a row tile; requests have fewer
@@ -71,14 +72,13 @@ def merge(spec, states, *, by_block, warps=4, grid=2, with_lse=True, seed=0):
     def unit_states(args, table, unit):
         return UnitStates(unit, 0, 0, int(states.firsts[unit]), int(states.counts[unit]))
 
-    phase = make_merge_phase(spec, geometry, SimpleNamespace(unit_states=unit_states))
+    phase = merge_module.make_merge_phase(spec, geometry, SimpleNamespace(unit_states=unit_states))
     first_entry = merge_scratch_bytes() // 8
 
     def body(args):
         table = cuda.shared.array(0, int64, 16)[first_entry:]
-        if cuda.threadIdx.x == 0:  # what decides who works on a row: items of the whole line against units
-            table[requests] = (STATES_FOR_A_BLOCK + 1) * requests if by_block else requests
-            table[2 * requests + 1] = requests
+        if cuda.threadIdx.x == 0:
+            table[requests], table[2 * requests + 1] = int(states.counts.sum()), requests
         cuda.syncthreads()
         phase(args, table)
 
@@ -97,7 +97,8 @@ def merge(spec, states, *, by_block, warps=4, grid=2, with_lse=True, seed=0):
     shared = merge_scratch_bytes() + table_bytes(requests)
     args = contract.args_class()(**fields)
     emulator = nv.Emulator(grid, seed)
-    emulator.launch(body, args, grid=grid, block=32 * warps, shared_bytes=shared, name="merge")
+    with mock.patch.object(merge_module, "ITEMS_FOR_A_BLOCK", 2**31 if by_block else 0):
+        emulator.launch(body, args, grid=grid, block=32 * warps, shared_bytes=shared, name="merge")
     return out.view(NUMPY_DTYPE[spec.dtype]).reshape(requests, NODES, width), lse.reshape(-1, NODES)
 
 

@@ -117,7 +117,7 @@ def test_head_groups(dev, spec):
     assert_close(batch, result.out, result.lse)
 
 
-@parametrize_specs(WIDTHS, slow=("64", "96", "128"))
+@parametrize_specs(WIDTHS, slow=("64", "96", "128"), slow_simt=("64", "96", "128", "256", "mla-288-64"))
 def test_head_widths(dev, spec):
     lens, counts = ([500, 77, 0], [5, 3, 1]) if dev.is_gpu else ([40], [2])
     batch = random_batch(np.random.default_rng(3), spec, lens, counts)
@@ -257,7 +257,7 @@ class Strided:
         return np.array(now.transpose(self._back)[self._inside]), (now[~inside] == self._host[~inside]).all()
 
 
-@parametrize_specs({"gqa": BASE, "mla": SMALL_MLA, "wide-mla": WIDE_MLA, "fp8": FP8})
+@parametrize_specs({"gqa": BASE, "mla": SMALL_MLA, "wide-mla": WIDE_MLA, "fp8": FP8}, slow_simt=("wide-mla",))
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)], ids=["token-major", "head-major"])
 def test_strides(dev, spec, order):
     batch = random_batch(np.random.default_rng(11), spec, [5, 36], [3, 2])
@@ -281,7 +281,7 @@ def test_strides(dev, spec, order):
     assert np.isnan(lse[:, spec.num_q_heads :]).all()
 
 
-@parametrize_specs(SCORE_MODS, slow=("soft_cap", "distance_bias"))
+@parametrize_specs(SCORE_MODS, slow=("soft_cap", "distance_bias"), slow_simt=("mla-soft_cap",))
 def test_score_mods(dev, spec):
     batch = random_batch(np.random.default_rng(12), spec, [37, 5, 300], [3, 2, 1])
     if spec.score_mod is hide_some:  # key 2 is hidden from all: what it holds does not matter
@@ -346,7 +346,9 @@ def test_batch_sizes_on_one_plan(dev, spec):
         assert b.run().bits == result.bits
 
 
-@parametrize_specs({"gqa": BASE, "mla": SMALL_MLA, "wide-mla": WIDE_MLA}, slow=("gqa",))
+@parametrize_specs(
+    {"gqa": BASE, "mla": SMALL_MLA, "wide-mla": WIDE_MLA}, slow=("gqa", "wide-mla"), slow_simt=("wide-mla",)
+)
 def test_rebind(dev, spec):
     """The layers of a model: other caches, q and outputs at other addresses."""
     plan = dev.plan(spec, **CAP)

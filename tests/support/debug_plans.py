@@ -11,6 +11,14 @@ from support.batches import pick, random_batch
 from support.devices import BoundBatch, run
 from support.kernels import on_each_kernel, parametrize_specs
 
+DEBUG_PLANS = True  # for tests/gpu/conftest.py
+
+
+def slow(value):
+    """Left to ``make test-all`` and to the GPU."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 DEBUG = replace(FIXED, max_nodes=6, max_kv_len=60)
 DEBUG_PACKED = replace(BY_MASK[nv.Mask.PACKED], max_nodes=40)
 
@@ -51,7 +59,7 @@ def test_a_clean_batch(dev, spec):
     assert result.bits == run(dev, batch, max_blocks=2).bits
 
 
-@pytest.mark.parametrize("slot", [999, -1, 2**31 - 1, "one past"], ids=str)
+@pytest.mark.parametrize("slot", [-1, 2**31 - 1, *map(slow, (999, "one past"))], ids=str)
 @pytest.mark.parametrize("buffer, position", [("kv_indices", 7), ("kv_indices", 0), ("out_cache_loc", 4)])
 @on_each_kernel(DEBUG)
 def test_slots_outside_the_pool(dev, spec, buffer, position, slot):

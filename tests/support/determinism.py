@@ -8,7 +8,14 @@ import nbverify as nv
 from support.basic import BASE, BY_MASK, FIXED, FP8, SMALL_MLA, VARIANTS, WIDE_MLA, ragged, several_chunks
 from support.batches import assert_close, pad, pick, random_batch, unused_slots
 from support.devices import BoundBatch, run
-from support.kernels import parametrize_specs
+from support.kernels import on_kernels, parametrize_specs
+
+# Specs that tests make of those they are given: for tests/gpu/conftest.py.
+ALSO_COMPILED = [
+    spec
+    for given in (BASE, FIXED, WIDE_MLA, replace(WIDE_MLA, split="fixed"))
+    for spec in on_kernels(replace(given, reduction="two_launch"))
+] + [spec for given in BY_MASK.values() for spec in on_kernels(given)]
 
 
 def common_grid(dev, specs) -> int:
@@ -19,6 +26,7 @@ def common_grid(dev, specs) -> int:
 @parametrize_specs(
     {"balanced": BASE, "fixed": FIXED, "two_launch": VARIANTS["two_launch"], "fp8": FP8, "wide-mla": WIDE_MLA},
     slow=("balanced", "two_launch", "wide-mla"),
+    slow_simt=("wide-mla",),
 )
 def test_a_rerun_has_the_same_bits(dev, spec):
     batch = ragged(dev, spec)
@@ -33,6 +41,7 @@ def test_a_rerun_has_the_same_bits(dev, spec):
 @parametrize_specs(
     {"balanced": BASE, "fixed": FIXED, "wide-mla": WIDE_MLA, "fixed-wide-mla": replace(WIDE_MLA, split="fixed")},
     slow=("fixed", "wide-mla"),
+    slow_simt=("wide-mla",),
     rare=("fixed-wide-mla",),
 )
 def test_grid_sync_equals_two_launch(dev, spec):
@@ -110,7 +119,7 @@ def test_bits_do_not_depend_on_the_workspace(dev, spec):
     assert BoundBatch(dev, plan, batch).run().bits == first.bits
 
 
-@parametrize_specs({"gqa": BASE, "wide-mla": WIDE_MLA})
+@parametrize_specs({"gqa": BASE, "wide-mla": WIDE_MLA}, slow_simt=("wide-mla",))
 def test_hidden_keys_do_not_change_bits(dev, spec):
     """A row's bits depend on its visible keys alone: finite, infinite or NaN K and V where nothing is seen."""
     rng = np.random.default_rng(34)

@@ -42,17 +42,22 @@ def on_kernels(spec: nv.VerifySpec) -> list[nv.VerifySpec]:
 
 
 def parametrize_specs(
-    specs: Mapping[str, nv.VerifySpec], *, slow: Collection[str] = (), rare: Collection[str] = ()
+    specs: Mapping[str, nv.VerifySpec],
+    *,
+    slow: Collection[str] = (),
+    slow_simt: Collection[str] = (),
+    rare: Collection[str] = (),
 ) -> pytest.MarkDecorator:
     """A parameter ``spec``: every spec on every kernel that serves it.
 
     ``slow``: names whose case on mma is left to ``make test-all`` and to the GPU (``"*"``: all of them), because the
-    emulator takes long and the other cases walk the same lines.  ``rare``: names that are left to them on any kernel.
+    emulator takes long and the other cases walk the same lines.  ``slow_simt``: the same of simt; ``rare``: of both.
     """
     cases = []
     for name, given in specs.items():
         for spec in on_kernels(given):
-            is_slow = name in rare or (spec.kernel == "mma" and (name in slow or "*" in slow))
+            left_out = (*rare, *(slow if spec.kernel == "mma" else slow_simt))
+            is_slow = name in left_out or "*" in left_out
             marks = (pytest.mark.slow,) if is_slow else ()
             cases.append(pytest.param(spec, id=f"{name}-{spec.kernel}" if name else spec.kernel, marks=marks))
     return pytest.mark.parametrize("spec", cases)

@@ -532,10 +532,12 @@ def check_voting(before, after):
 def opaque(args):
     """The number itself, though the compiler could know it: without the instruction this is a store of a constant."""
     args.out[cuda.threadIdx.x] = ptx.opaque_u32(7) + 3 * ptx.opaque_u32(cuda.threadIdx.x)
+    args.lanes[cuda.threadIdx.x] = ptx.lane_id()
 
 
 def check_opaque(before, after):
     np.testing.assert_array_equal(after["out"], 7 + 3 * np.arange(64))
+    np.testing.assert_array_equal(after["lanes"], np.arange(64) % 32)
 
 
 def elect(args):
@@ -679,9 +681,9 @@ CASES = [
     Case(
         "opaque",
         opaque,
-        lambda rng: {"out": np.zeros(64, np.uint32)},
+        lambda rng: {"out": np.zeros(64, np.uint32), "lanes": np.full(64, 99, np.uint32)},
         check_opaque,
-        {"mov.b32": 2},
+        {"mov.b32": 2, "%laneid": 1},
         threads=64,
     ),
     Case("elect", elect, elect_arrays, check_elect, {"elect.sync _|chosen, 0xffffffff": 2}, min_cc=(9, 0), threads=64),

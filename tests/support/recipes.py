@@ -685,7 +685,7 @@ def test_b11_any_padding_metadata(dev, spec):
 # --------------------------------------------------------------------------------------------------- B16: small devices
 
 
-@parametrize_specs({"mla": MLA, "gqa-256": gqa(2, 1, 256), "192-128": gqa(4, 2, 192, head_dim_v=128)})
+@parametrize_specs({"mla": MLA, "gqa-256": gqa(2, 1, 256), "192-128": gqa(4, 2, 192, head_dim_v=128)}, slow_simt=("*",))
 def test_b16_the_plan_of_a_smaller_device(dev, spec):
     """With the shared memory of sm_120, on any device.  What fits which budget: tests/host/test_tiles.py."""
     lens = [500, 77, 0] if dev.is_gpu else [40, 0]
@@ -706,6 +706,7 @@ GQA_HEADS = {
 }
 
 
+WIDE = [f"wide-mla-{heads}" for heads in WIDE_MLA_HEADS]
 EVERY_HEADS = {
     **{f"mla-{heads}": spec for heads, spec in MLA_HEADS.items()},
     **{f"wide-mla-{heads}": spec for heads, spec in WIDE_MLA_HEADS.items()},
@@ -713,7 +714,7 @@ EVERY_HEADS = {
 }
 
 
-@parametrize_specs(EVERY_HEADS, slow=("wide-mla-127", "40x8"))
+@parametrize_specs(EVERY_HEADS, slow=("wide-mla-127", "40x8"), slow_simt=WIDE)
 @pytest.mark.parametrize("n", [1, 3])
 def test_b17_every_head_finds_its_key(dev, spec, n):
     if spec.num_q_heads * n > 100 and not dev.is_gpu:
@@ -723,7 +724,12 @@ def test_b17_every_head_finds_its_key(dev, spec, n):
     assert_needles(want, run(dev, batch, **({} if dev.is_gpu else CAP)))
 
 
-@parametrize_specs(EVERY_HEADS, slow=("12x4",), rare=set(EVERY_HEADS) - {"mla-12", "wide-mla-12", "5x1", "12x4"})
+@parametrize_specs(
+    EVERY_HEADS,
+    slow=("12x4",),
+    slow_simt=WIDE,
+    rare=set(EVERY_HEADS) - {"mla-12", "wide-mla-12", "5x1", "12x4"},
+)
 def test_b17_seventeen_nodes(dev, spec):
     """Row tiles that end inside a node."""
     n = 17 if dev.is_gpu or (spec.num_kv_heads == 1 and spec.group <= 12) else 6
