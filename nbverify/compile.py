@@ -1,6 +1,9 @@
 """From kernel bodies to cubins, for any compute capability, with or without a GPU; and what they need to run.
 
-    body --numba, libNVVM--> PTX --nvJitLink, libcudadevrt--> cubin --> resource report
+    body --numba, libNVVM--> LTO-IR --nvJitLink--> cubin, PTX --> resource report
+
+Link-time optimization is not for speed here, as there is one body and no library: but it is the only input that
+nvJitLink assembles as a whole program.  PTX becomes a part of a program, in which ``setmaxnreg`` is ignored.
 
 Numba compiles for the device it finds.  Here the target is an argument: ``cc`` goes through every step, and
 ``numba.cuda.dispatcher.get_current_device``, which device functions consult even when ``cc`` is given, is answered
@@ -77,7 +80,7 @@ class Resources:
     registers: int
     spill_bytes: int  # stores and loads of registers that had to go to memory
     local_bytes: int  # local memory a thread: spills, and arrays that did not stay in registers
-    stack_bytes: int  # that, and what the grid barrier's library call needs
+    stack_bytes: int  # that, and what calls need; there are none
     static_shared_bytes: int  # sm_90 keeps 1024 bytes for itself
     instructions: dict[str, int]  # PTX opcode up to the second dot -> occurrences
 

@@ -189,7 +189,7 @@ class LoadedKernel:
                     f"(sm_{device.cc[0]}{device.cc[1]}): {describe_error(result[0])}"
                 )
             self.library = result[1]
-            kernel = call("cuLibraryGetKernel", drv.cuLibraryGetKernel(self.library, compiled.name.encode()))
+            kernel = call("cuLibraryGetKernel", drv.cuLibraryGetKernel(self.library, compiled.entry.encode()))
             # The CUfunction of this context: module load and everything lazy happens here, not in a stream capture.
             self.function = call("cuKernelGetFunction", drv.cuKernelGetFunction(kernel))
             call("cuFuncLoad", drv.cuFuncLoad(self.function))

@@ -118,6 +118,7 @@ class VerifyPlan:
             limits = replace(limits, shared_bytes=min(shared_limit, limits.shared_bytes))
         self.geometry = geometry_of(spec, limits)
         geo.check_shared_memory(spec, self.geometry, limits.shared_bytes)
+        geo.check_items(spec, self.geometry)
         backend.load(self.geometry)
         if max_blocks is not None and max_blocks > backend.max_blocks:
             raise ArgumentError(
