@@ -408,7 +408,7 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
             shapes += [(1, 0, row_teams, key_teams, n) for n in dict.fromkeys(keys)]
             key_teams //= 2
     else:
-        row_frags = min(frags, MAX_ROLE_FRAGS)
+        row_frags = -(-frags // -(-frags // MAX_ROLE_FRAGS))
         value_warps = next((n for n in (8, 4, 2) if spec.head_dim_v % (16 * n) == 0), 0)
         columns = spec.head_dim_v // max(1, value_warps)
         if value_warps == 0 or row_frags * columns // 2 > 128:
