@@ -1,18 +1,23 @@
 """The PTX instructions compile to themselves, for the targets they name, without float64 and local memory."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from cuda.core import Linker, LinkerOptions, ObjectCode
 from numba import cuda, float32, float64, int32, uint32
-from support.ptx_cases import CASES, Case, compile_case, find_ptxas
+from support.ptx_cases import CASES, Case, compile_case, link_case
 
 from nbverify.compile import Target, target_of
 from nbverify.kernels import ptx
 
 TARGETS = ["8.0", "9.0", "12.0"]
+WITHOUT_LOOPS = {  # that the compiler may unroll: what is asked for is there as often as it is asked for
+    *("mma_bf16", "mma_f16", "ldmatrix", "arithmetic", "division", "permute", "pair products", "widen bfloat16"),
+    *("widen float16", "memory", "elect", "setmaxnreg"),
+}
 LAUNCH_REGISTERS = 168  # what 384 threads can have of 65536, a multiple of 8
-TOO_OLD = r"not supported on \.target|requires \.target|Feature .* requires"  # in the assembler's words
+# In the assembler's words.
+IGNORED = "'setmaxnreg' ignored"
+TOO_OLD = r"not supported on \.target|requires \.target|Feature .* requires"
 
 
 def problems_of(kernel):
@@ -29,8 +34,6 @@ def problems_of(kernel):
 @pytest.mark.parametrize("cc", TARGETS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case(case, cc):
-    if case.whole_program and find_ptxas() is None:
-        pytest.skip("no ptxas (a part of nbverify[cu12] and [cu13])")
     target = target_of(cc)
     if (target.major, target.minor) < case.min_cc:
         with pytest.raises(Exception, match=TOO_OLD):
@@ -40,8 +43,8 @@ def test_case(case, cc):
     assert problems_of(kernel) == []
     found = {text: kernel.ptx.count(text) for text in case.instructions}
     assert {text for text, count in found.items() if count == 0} == set()
-    if case.name in ("mma_bf16", "mma_f16", "ldmatrix", "arithmetic", "memory", "elect", "setmaxnreg"):
-        assert found == case.instructions  # no loops there that the compiler may unroll
+    if case.name in WITHOUT_LOOPS:
+        assert found == case.instructions
 
 
 def test_setmaxnreg_needs_the_specific_target():
@@ -51,13 +54,20 @@ def test_setmaxnreg_needs_the_specific_target():
 
 
 @pytest.mark.parametrize("cc", ["9.0", "12.0"])
-def test_setmaxnreg_is_kept_in_a_whole_program_and_dropped_by_the_linker(cc):
-    """Should the second half fail one day, the linker has learned it, and ptxas is no longer needed for it."""
-    if find_ptxas() is None:
-        pytest.skip("no ptxas (a part of nbverify[cu12] and [cu13])")
+def test_setmaxnreg_is_kept(cc):
+    """The program is compiled for what its threads have at launch; an assembler that ignores it says so."""
     (case,) = [case for case in CASES if case.name == "setmaxnreg"]
-    assert compile_case(case, target_of(cc)).resources.registers == LAUNCH_REGISTERS
-    assert compile_case(replace(case, whole_program=False), target_of(cc)).resources.registers < LAUNCH_REGISTERS
+    kernel, log = link_case(case, target_of(cc))
+    assert kernel.resources.registers == LAUNCH_REGISTERS
+    assert IGNORED not in log
+    # What the linker says where it is not kept: of the same program as PTX, which it takes for a part of one.
+    linker = Linker(
+        ObjectCode.from_ptx(kernel.ptx.encode()),
+        options=LinkerOptions(arch=kernel.target, verbose=True, ptxas_options=["-v"]),
+    )
+    linker.link("cubin")
+    assert IGNORED in linker.get_info_log()
+    linker.close()
 
 
 # ----------------------------------------------------------------------------------------------------------------- hint
@@ -192,3 +202,10 @@ def test_a_register_count_that_the_hardware_lacks_is_refused():
         ptx.setmaxnreg_inc(100)
 
     assert "expected a multiple of 8 from 24 to 256, got 100" in run_typing(body)
+
+
+def test_the_length_of_a_view_that_is_no_constant_is_refused():
+    def body(args):
+        ptx.shared_int64(uint32(0), args.steps[0])
+
+    assert "shared_int64: expected a constant" in run_typing(body)

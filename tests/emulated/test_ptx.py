@@ -177,6 +177,27 @@ REFUSED = {
         lambda args: ptx.mbarrier_arrive(base_of()),
         "mbarrier_arrive: the mbarrier at shared byte 0 was not initialised",
     ),
+    "word to": (
+        lambda args: ptx.cp_async_4(base_of() + 2, ptx.global_address(args.x, 0)),
+        "cp_async_4, destination: shared memory, byte 2: misaligned: no multiple of 4",
+    ),
+    "word from": (
+        lambda args: ptx.cp_async_4(base_of(), ptx.global_address(args.x, 256)),
+        "cp_async_4, source: x, byte 1024: 4 bytes there are outside",
+    ),
+    "view": (lambda args: ptx.shared_int64(base_of() + 4, 2), "shared_int64: shared memory, byte 4: misaligned"),
+    "view past the end": (
+        lambda args: ptx.shared_int64(base_of() + 1008, 3),
+        "shared_int64: shared memory, byte 1008: 24 bytes there are outside",
+    ),
+    "pair": (
+        lambda args: ptx.load_global_v2_f32_if(ptx.global_address(args.x, 1), 1),
+        "load_global_v2_f32_if: x, byte 4: misaligned: no multiple of 8",
+    ),
+    "counter": (
+        lambda args: ptx.atomic_add_u32(ptx.global_address(args.x, 0) + uint64(2), 1),
+        "atomic_add_u32: x, byte 2: misaligned",
+    ),
     "not shared": (lambda args: ptx.shared_address(args.x, 0), "shared_address: x is not in shared memory"),
 }
 
@@ -199,11 +220,26 @@ def test_an_overwritten_mbarrier_is_found():
         launch(body, block=1)
 
 
-def test_read_only_memory_is_not_written():
+@pytest.mark.parametrize("write", [ptx.store_global_u32, ptx.atomic_add_u32], ids=["store", "atomic"])
+def test_read_only_memory_is_not_written(write):
     y = np.zeros(4, np.uint32)
     y.flags.writeable = False
     with pytest.raises(MemoryAccessError, match="read-only"):
-        launch(lambda args: ptx.store_global_u32(ptx.global_address(args.y, 0), 1), block=1, y=y)
+        launch(lambda args: write(ptx.global_address(args.y, 0), 1), block=1, y=y)
+
+
+def test_a_view_reads_and_writes_the_memory_that_there_is():
+    seen = []
+
+    def body(args):
+        view = ptx.shared_int64(base_of() + 16, 3)
+        view[2] = -5
+        seen.append(int(ptx.load_shared_u32(base_of() + 32)))
+        with pytest.raises(MemoryAccessError, match="outside its 3 elements"):
+            view[3]
+
+    launch(body, block=1)
+    assert seen == [0xFFFFFFFB]
 
 
 def test_static_arrays_views_and_parts_have_addresses():
@@ -223,6 +259,32 @@ def test_static_arrays_views_and_parts_have_addresses():
 
 
 # ------------------------------------------------------------------------------------------------------------- barriers
+
+
+def flip(counter, blocks, adds):
+    """One round of a barrier over a counter, where block 0 adds ``adds``."""
+
+    def body(args):
+        address = ptx.global_address(args.counter, 0)
+        before = ptx.atomic_add_u32(address, uint32(adds if cuda.blockIdx.x == 0 else 1))
+        ptx.wait_sign_flip(address, before)
+
+    args = namedtuple("Args", "counter")(counter)
+    Emulator().launch(body, args, grid=blocks, block=1, shared_bytes=0, name="k")
+
+
+@pytest.mark.parametrize("start", [0, 0x80000000])
+def test_a_sign_flips_when_all_have_added(start):
+    """From either sign, also over 2^32."""
+    counter = np.array([start], np.uint32)
+    flip(counter, 5, (1 << 31) - 4)
+    assert counter.tolist() == [(start + (1 << 31)) % (1 << 32)]
+
+
+@pytest.mark.parametrize("adds", [1, (1 << 31) - 5])
+def test_a_sign_that_does_not_flip_is_a_deadlock(adds):
+    with pytest.raises(DeadlockError, match=r"threads spin and nothing changes\n  blocks 0-4: threads 0 spin"):
+        flip(np.zeros(1, np.uint32), 5, adds)
 
 
 def test_phases_and_parity():

@@ -17,14 +17,12 @@ from nbverify.kernels.geometry import Geometry
 from nbverify.kernels.tiles import geometry_of, limits_of
 from nbverify.spec import KERNELS
 
-# The kernels that read fp8 caches.  Once mma does: KERNELS.
-FP8_KERNELS = ("simt",)
 H200 = (9, 0)
 
 
 def kernels_of(spec: nv.VerifySpec) -> tuple[str, ...]:
     """The kernels that serve a spec, whatever its own ``kernel`` says."""
-    return tuple(kernel for kernel in (FP8_KERNELS if spec.is_fp8 else KERNELS) if _serves(kernel, spec))
+    return tuple(kernel for kernel in KERNELS if _serves(kernel, spec))
 
 
 def _serves(kernel: str, spec: nv.VerifySpec) -> bool:

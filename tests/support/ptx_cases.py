@@ -7,25 +7,21 @@ written as definitions, element by element where the question is which lane hold
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from numba import cuda, float32, int32, uint16, uint32
+from numba import cuda, float32, int32, uint16, uint32, uint64
 
 from nbverify import compile as nbc
 from nbverify.contract import Parameter
 from nbverify.emulator import Emulator
-from nbverify.errors import CompileError
-from nbverify.kernels import ptx
+from nbverify.kernels import formats, ptx
 
 EPS = float(np.finfo(np.float32).eps)
+CANONICAL_NAN = 0x7FFF  # of both 16-bit types
 BF16, F16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(ml_dtypes.float8_e4m3fn)
 ROW_WORDS = 8  # of a 16 x 16 tile of 16-bit elements
 
@@ -42,7 +38,7 @@ class Case:
     min_cc: tuple[int, int] = (8, 0)
     threads: int = 32
     shared_bytes: int = 0
-    whole_program: bool = False  # assembled by ptxas: nvJitLink drops setmaxnreg
+    blocks: int = 1  # more than one: they wait for each other
 
     def before(self) -> dict[str, np.ndarray]:
         return self.arrays(np.random.default_rng(40))
@@ -53,7 +49,12 @@ class Case:
         args = namedtuple("Args", after)(**after)
         emulator = Emulator(seed=seed)
         emulator.launch(
-            self.body, args, grid=1, block=self.threads, shared_bytes=self.shared_bytes, name=self.body.__name__
+            self.body,
+            args,
+            grid=self.blocks,
+            block=self.threads,
+            shared_bytes=self.shared_bytes,
+            name=self.body.__name__,
         )
         self.check(arrays, after)
 
@@ -64,48 +65,34 @@ def parameters_of(arrays: dict[str, np.ndarray]) -> tuple[Parameter, ...]:
 
 def compile_case(case: Case, target: nbc.Target) -> nbc.CompiledKernel:
     """As ``compile_body``, for the case's own parameters instead of the contract's."""
+    return link_case(case, target)[0]
+
+
+def link_case(case: Case, target: nbc.Target) -> tuple[nbc.CompiledKernel, str]:
+    """The kernel of a case, and the linker's report."""
     from numba.cuda import types
 
     parameters = parameters_of(case.before())
     fields = [types.Array(getattr(types, p.dtype), 1, "C") for p in parameters]
     args_type = types.NamedTuple(fields, namedtuple("Args", [p.name for p in parameters]))
     with nbc._compile_lock, nbc._target_as_device(target):
-        text, _ = cuda.compile(
-            case.body, (args_type,), device=False, abi="numba", cc=target.cc, launch_bounds=(case.threads, 1)
+        code, _ = cuda.compile(
+            case.body,
+            (args_type,),
+            device=False,
+            abi="numba",
+            cc=target.cc,
+            launch_bounds=(case.threads, 1),
+            output="ltoir",
         )
-    name = f"nbverify_{case.body.__name__}"
-    text = text.replace(re.search(r"\.entry\s+([\w$]+)\s*\(", text)[1], name)
-    if case.whole_program:
-        cubin, log = link_whole_program(text, target)
-    else:
-        cubin, log = nbc._link(text, target, needs_cudadevrt=False)
-    return nbc.CompiledKernel(name, target.name, parameters, text, cubin, False, nbc._resources(name, log, text))
-
-
-@cache
-def find_ptxas() -> str | None:
-    from cuda.pathfinder import find_nvidia_binary_utility
-
-    return find_nvidia_binary_utility("ptxas")
-
-
-def link_whole_program(text: str, target: nbc.Target) -> tuple[bytes, str]:
-    """Assemble as a program that lacks nothing (``-ewp``), then link; both logs."""
-    from cuda.core import Linker, LinkerOptions, ObjectCode
-
-    with tempfile.TemporaryDirectory() as folder:
-        source, made = Path(folder, "k.ptx"), Path(folder, "k.cubin")
-        source.write_text(text)
-        command = [find_ptxas(), f"-arch={target.name}", "-v", "-ewp", str(source), "-o", str(made)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        if done.returncode:
-            raise CompileError(done.stderr)
-        whole = ObjectCode.from_cubin(made.read_bytes())
-    linker = Linker(whole, options=LinkerOptions(arch=target.name, verbose=True))
-    try:
-        return bytes(linker.link("cubin").code), done.stderr + linker.get_info_log()
-    finally:
-        linker.close()
+    assembly, _ = nbc._link(code, target, "ptx")
+    cubin, log = nbc._link(code, target, "cubin")
+    text, name = assembly.decode(), f"nbverify_{case.body.__name__}"
+    entry = re.search(r"\.entry\s+([\w$]+)\s*\(", text)[1]
+    text = text.replace(entry, name)
+    resources = nbc._resources(name, log.replace(entry, name), text)
+    kernel = nbc.CompiledKernel(name, entry, target.name, parameters, text, cubin, case.blocks > 1, resources)
+    return kernel, log
 
 
 def pairs(array: np.ndarray) -> np.ndarray:
@@ -261,14 +248,13 @@ def arithmetic(args):
     args.inverses[i] = ptx.rcp(args.x[i])
     args.bf16[i] = ptx.pack_bf16x2(args.x[i], args.y[i])
     args.f16[i] = ptx.pack_f16x2(args.x[i], args.y[i])
-    args.quotients[i] = ptx.divide_u32(args.dividends[i], i + 1)
 
 
 def arithmetic_arrays(rng):
     x = np.concatenate([FLOATS, 8 * rng.standard_normal(64 - len(FLOATS))]).astype(np.float32)
     out = {name: np.full(64, np.nan, np.float32) for name in ("powers", "inverses")}
-    words = {name: np.zeros(64, np.uint32) for name in ("bf16", "f16", "quotients")}
-    return {"x": x, "y": x[::-1].copy(), "dividends": rng.integers(0, 1 << 32, 64, dtype=np.uint32), **out, **words}
+    words = {name: np.zeros(64, np.uint32) for name in ("bf16", "f16")}
+    return {"x": x, "y": x[::-1].copy(), **out, **words}
 
 
 def flushed(x):
@@ -286,7 +272,47 @@ def check_arithmetic(before, after):
                 want = values.astype(dtype).view(np.uint16)
                 want[np.isnan(values)] = 0x7FFF
                 np.testing.assert_array_equal(got[:, half], want, err_msg=name)
-    np.testing.assert_array_equal(after["quotients"], before["dividends"] // np.arange(1, 65, dtype=np.uint32))
+
+
+def divisions(args):
+    i = cuda.threadIdx.x
+    args.quotients32[i] = ptx.divide_u32(args.dividends32[i], args.divisors32[i])
+    args.quotients64[i] = ptx.divide_u64(args.dividends64[i], args.divisors64[i])
+
+
+def division_arrays(rng):
+    """All pairs of numbers around 0, the sign bits and the ends; random ones of every length."""
+    arrays = {}
+    for bits in (32, 64):
+        dtype = np.dtype(f"uint{bits}")
+        near = [
+            0,
+            1,
+            2,
+            3,
+            5,
+            1 << 31,
+            (1 << 31) - 1,
+            (1 << 32) - 1,
+            1 << bits - 1,
+            (1 << bits - 1) - 1,
+            (1 << bits) - 1,
+        ]
+        if bits == 64:
+            near += [1 << 32, (1 << 53) + 1, (1 << 64) - 2]
+        edges = [(a, b) for a in dict.fromkeys(near) for b in dict.fromkeys(near) if b]
+        lengths = rng.integers(1, bits, (256 - len(edges), 2))
+        others = [(int(rng.integers(1 << 63)) >> 63 - a, int(rng.integers(1 << 63)) >> 63 - b or 1) for a, b in lengths]
+        dividends, divisors = zip(*edges, *others, strict=True)
+        arrays[f"dividends{bits}"], arrays[f"divisors{bits}"] = np.array(dividends, dtype), np.array(divisors, dtype)
+        arrays[f"quotients{bits}"] = np.full(256, 77, dtype)
+    return arrays
+
+
+def check_divisions(before, after):
+    for bits in (32, 64):
+        pairs_of = zip(before[f"dividends{bits}"].tolist(), before[f"divisors{bits}"].tolist(), strict=True)
+        assert after[f"quotients{bits}"].tolist() == [a // b for a, b in pairs_of]
 
 
 def unpack_e4m3(args):
@@ -304,6 +330,99 @@ def check_e4m3(before, after):
     want = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float16).view(np.uint16)
     want[[0x7F, 0xFF]] = 0x7FFF
     np.testing.assert_array_equal(after["out"].view(np.uint16), want)
+
+
+def permute(args):
+    i = cuda.threadIdx.x
+    args.out[i] = ptx.permute_bytes(args.low[i], args.high[i], args.selector[i])
+
+
+def permute_arrays(rng):
+    """Random bytes out of random words; of the selector only the low 16 bits count."""
+    nibbles = rng.integers(0, 8, (256, 4))
+    nibbles[:8] = np.arange(8)[:, None]
+    selector = (nibbles << 4 * np.arange(4)).sum(1) | rng.integers(0, 1 << 16, 256) << 16
+    words = {name: rng.integers(0, 1 << 32, 256, dtype=np.uint32) for name in ("low", "high")}
+    return {**words, "selector": selector.astype(np.uint32), "out": np.zeros(256, np.uint32)}
+
+
+def check_permute(before, after):
+    eight = np.stack([before["low"], before["high"]], 1).view(np.uint8)
+    for i, selector in enumerate(before["selector"].tolist()):
+        want = [eight[i, selector >> 4 * k & 7] for k in range(4)]
+        assert after["out"][i : i + 1].view(np.uint8).tolist() == want
+
+
+def pair_products(args):
+    i = cuda.threadIdx.x
+    args.bf16[i] = ptx.multiply_bf16x2(args.x[i], args.y[i])
+    args.f16[i] = ptx.multiply_f16x2(args.x[i], args.y[i])
+
+
+# Bits of both types: zeros, the smallest and largest subnormals and normals, ones, gaps of fp8, infinities, NaN.
+PAIR_EDGES = {
+    "bf16": [0, 1, 2, 3, 0x7F, 0x80, 0x81, 0x3F80, 0x3F81, 0x3FFF, 0x3F00, 0x7B80, 0x7F7F, 0x7F80, 0x7FC0, 0x7F81],
+    "f16": [0, 1, 2, 3, 0x3FF, 0x400, 0x401, 0x3C00, 0x3C01, 0x3FFF, 0x3800, 0x5C00, 0x7BFF, 0x7C00, 0x7E00, 0x7C01],
+}
+
+
+def product_arrays(rng):
+    """In the low halves all pairs of edges of bf16 and of f16, both signs of the first; in the high ones anything."""
+    low = []
+    for edges in PAIR_EDGES.values():
+        low += [(a | sign, b) for a in edges for b in edges for sign in (0, 0x8000)]
+    low = np.array(low, np.uint32)
+    high = rng.integers(0, 1 << 16, low.shape, dtype=np.uint32)
+    x, y = (low | high << np.uint32(16)).T.copy()
+    return {"x": x, "y": y, "bf16": np.zeros(x.size, np.uint32), "f16": np.zeros(x.size, np.uint32)}
+
+
+def check_products(before, after):
+    """The exact product, rounded once."""
+    for name, dtype in (("bf16", BF16), ("f16", F16)):
+        with np.errstate(all="ignore"):
+            x, y = (before[n].view(dtype).astype(np.float64) for n in "xy")
+            exact = x * y  # of 16 or 22 bits
+            want = exact.astype(dtype).view(np.uint16)
+        want[np.isnan(exact)] = CANONICAL_NAN
+        np.testing.assert_array_equal(after[name].view(np.uint16), want, err_msg=name)
+
+
+def widening_case(dtype):
+    """Every byte at each of the four places of a word, beside others, of which some are NaN."""
+    widen = formats.make_widen_e4m3x4(dtype)
+    plain = formats.fp8_e4m3_to_float32
+
+    def widen_words(args):
+        i = cuda.threadIdx.x
+        args.first[i], args.last[i] = widen(args.words[i])
+        args.plain[i] = plain(args.words[i])
+
+    def arrays(rng):
+        order = np.arange(256)
+        steps = (0, 85, 127, 200)  # 127 after 0 and so on: a NaN has neighbours that are none, and one that is
+        four = np.stack([(order + step) % 256 for step in steps], 1).astype(np.uint8)
+        return {
+            "words": four.view(np.uint32).reshape(-1),
+            "first": np.zeros(256, np.uint32),
+            "last": np.zeros(256, np.uint32),
+            "plain": np.zeros(256, np.float32),
+        }
+
+    def check(before, after):
+        target = {"bfloat16": BF16, "float16": F16}[dtype]
+        got = np.stack([after["first"], after["last"]], 1).view(np.uint16).reshape(256, 4)
+        four = before["words"].view(np.uint8).reshape(256, 4)
+        # The values of the plain kernel's conversion, by byte: in word i the lowest byte is i.
+        values = after["plain"]
+        np.testing.assert_array_equal(values, np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32))
+        want = values.astype(target).view(np.uint16)[four]
+        is_nan = (four & 0x7F) == 0x7F
+        np.testing.assert_array_equal(got[~is_nan], want[~is_nan])
+        assert (got[is_nan] & 0x7FFF == CANONICAL_NAN).all()
+
+    name = {"bfloat16": "fma.rn.bf16x2", "float16": "mul.rn.f16x2"}[dtype]
+    return Case(f"widen {dtype}", widen_words, arrays, check, {name: 2, "prmt.b32": 4}, threads=256)
 
 
 # ----------------------------------------------------------------------------------------------------- loads and stores
@@ -336,9 +455,11 @@ def memory(args):
     two = ptx.load_global_v2_f32(ptx.global_address(args.floats, 2 * i))
     # Lanes that read nothing have an address that is far outside.
     far = ptx.global_address(args.floats, 4 * i if i % 2 else 1 << 50)
-    four = ptx.load_global_v4_f32_if(far, i % 2)
+    four, pair_if = ptx.load_global_v4_f32_if(far, i % 2), ptx.load_global_v2_f32_if(far + uint64(8), i % 2 * 256)
     for e in range(4):
         args.out_if[4 * i + e] = four[e] + two[e % 2]
+    for e in range(2):
+        args.out_pair_if[2 * i + e] = pair_if[e]
 
 
 def memory_arrays(rng):
@@ -351,6 +472,7 @@ def memory_arrays(rng):
         "out_plain": np.zeros(32, np.uint32),
         "out_halves": np.zeros(64, np.uint64),
         "out_pair": np.full(64, np.nan, np.float32),
+        "out_pair_if": np.full(64, np.nan, np.float32),
         **floats,
     }
 
@@ -368,6 +490,107 @@ def check_memory(before, after):
     np.testing.assert_array_equal(
         after["out_if"].reshape(32, 4), floats * odd + np.tile(before["floats"][:64].reshape(32, 2), 2)
     )
+    np.testing.assert_array_equal(after["out_pair_if"].reshape(32, 2), floats[:, 2:] * odd)
+
+
+RECORD = 18  # int64 of a view: a number that no access is a multiple of
+
+
+def shared_views(args):
+    """Two neighbouring arrays of int64 over plain shared memory, written through one name and read through others."""
+    room = cuda.shared.array(0, uint32, alignment=128)
+    base, i = ptx.shared_address(room, 0), cuda.threadIdx.x
+    first = ptx.shared_int64(base + uint32(8), RECORD)
+    second = ptx.shared_int64(base + uint32(8 + 8 * RECORD), RECORD)
+    if i < RECORD:
+        first[i] = args.x[i]
+        second[i] = args.x[RECORD + i]
+    cuda.syncthreads()
+    if i < RECORD:
+        args.words[2 * i], args.words[2 * i + 1] = room[2 + 2 * i], room[3 + 2 * i]
+        args.last[i] = ptx.shared_int64(base + uint32(8 + 8 * (RECORD - 1)), 3)[1 + i % 2]  # second[0] and [1]
+        args.sizes[i] = first.size + 100 * second.size
+        room[2 + 2 * i] = uint32(i)
+    cuda.syncthreads()
+    if i < RECORD:
+        args.out[i] = first[RECORD - 1 - i]
+        args.out[RECORD + i] = second[RECORD - 1 - i]
+
+
+def view_arrays(rng):
+    x = rng.integers(-(1 << 63), 1 << 63, 2 * RECORD)
+    x[:4] = [-1, 0, -(1 << 63), 1 << 32]
+    return {
+        "x": x,
+        "words": np.zeros(2 * RECORD, np.uint32),
+        "last": np.zeros(RECORD, np.int64),
+        "sizes": np.zeros(RECORD, np.int64),
+        "out": np.zeros(2 * RECORD, np.int64),
+    }
+
+
+def check_views(before, after):
+    first, second = before["x"].reshape(2, RECORD)
+    np.testing.assert_array_equal(after["words"], first.view(np.uint32))
+    np.testing.assert_array_equal(after["last"], second[np.arange(RECORD) % 2])
+    assert (after["sizes"] == 101 * RECORD).all()
+    changed = first & -(1 << 32) | np.arange(RECORD)
+    np.testing.assert_array_equal(after["out"].reshape(2, RECORD), [changed[::-1], second[::-1]])
+
+
+ARRIVALS_ROUNDS = 3
+ARRIVALS_BLOCKS = 4
+
+
+def arrivals(args):
+    """A barrier of four blocks, three times over one counter; each publishes a number and reads those of all others.
+
+    Block 0 adds what lacks to 2^31: reduce/grid_sync.py.
+    """
+    counter, block = ptx.global_address(args.counter, 0), cuda.blockIdx.x
+    for turn in range(ARRIVALS_ROUNDS):
+        place = ARRIVALS_BLOCKS * turn
+        if cuda.threadIdx.x == 0:
+            ptx.store_global_u32(ptx.global_address(args.said, place + block), uint32(100 * turn + block + 1))
+            share = uint32(1)
+            if block == 0:
+                share = uint32(uint32(0x80000000) - uint32(ARRIVALS_BLOCKS - 1))
+            before = ptx.atomic_add_u32(counter, share)
+            args.before[place + block] = before
+            ptx.wait_sign_flip(counter, before)
+        cuda.syncthreads()
+        if cuda.threadIdx.x < ARRIVALS_BLOCKS:
+            heard = ptx.load_global_u32(ptx.global_address(args.said, place + cuda.threadIdx.x))
+            args.heard[ARRIVALS_BLOCKS * (place + block) + cuda.threadIdx.x] = heard
+
+
+def arrival_arrays(rng):
+    count = ARRIVALS_ROUNDS * ARRIVALS_BLOCKS
+    return {
+        "counter": np.array([0x80000000], np.uint32),  # as an odd number of rounds before leaves it
+        "said": np.zeros(count, np.uint32),
+        "before": np.zeros(count, np.uint32),
+        "heard": np.zeros(count * ARRIVALS_BLOCKS, np.uint32),
+    }
+
+
+def check_arrivals(before, after):
+    rounds, blocks = np.arange(ARRIVALS_ROUNDS)[:, None], np.arange(ARRIVALS_BLOCKS)
+    said = 100 * rounds + blocks + 1
+    np.testing.assert_array_equal(after["said"].reshape(ARRIVALS_ROUNDS, -1), said)
+    heard = after["heard"].reshape(ARRIVALS_ROUNDS, ARRIVALS_BLOCKS, ARRIVALS_BLOCKS)
+    np.testing.assert_array_equal(heard, np.broadcast_to(said[:, None], heard.shape))
+    assert after["counter"].tolist() == [0]  # three flips, and nothing else is left
+    # The sums in between: whoever comes first finds the bare sign, the others what those before them have added.
+    found = after["before"].reshape(ARRIVALS_ROUNDS, ARRIVALS_BLOCKS)
+    for turn, values in enumerate(found.tolist()):
+        sign = 0x80000000 if turn % 2 == 0 else 0
+        order = sorted(range(ARRIVALS_BLOCKS), key=lambda k: (values[k] - sign) % (1 << 32))
+        expected = sign
+        for k in order:
+            assert values[k] == expected, (turn, values)
+            expected = (expected + ((1 << 31) - ARRIVALS_BLOCKS + 1 if k == 0 else 1)) % (1 << 32)
+        assert expected == (sign + (1 << 31)) % (1 << 32)
 
 
 # --------------------------------------------------------------------------------------------------------------- copies
@@ -394,6 +617,34 @@ def cp_async(args):
         ptx.cp_async_commit()  # also an empty one: the count of groups goes on
         for e in range(4):
             args.out[TILE_WORDS * tile + 4 * i + e] = ring[TILE_WORDS * (tile % STAGES) + 4 * (31 - i) + e]
+
+
+def cp_async_words(args):
+    """Words from any place to any other, two a lane."""
+    room = cuda.shared.array(0, uint32, alignment=128)
+    i = cuda.threadIdx.x
+    base = ptx.shared_address(room, 0)
+    for half in range(2):
+        at = 32 * half + i
+        ptx.cp_async_4(base + uint32(4 * args.target[at]), ptx.global_address(args.x, args.source[at]))
+        ptx.cp_async_commit()
+    ptx.cp_async_wait(0)
+    cuda.syncthreads()
+    for half in range(2):
+        args.out[32 * half + i] = room[32 * half + i]
+
+
+def word_arrays(rng):
+    return {
+        "x": rng.integers(1, 1 << 32, 100, dtype=np.uint32),
+        "source": rng.integers(0, 100, 64).astype(np.int32),
+        "target": rng.permutation(64).astype(np.int32),
+        "out": np.zeros(64, np.uint32),
+    }
+
+
+def check_words(before, after):
+    np.testing.assert_array_equal(after["out"][before["target"]], before["x"][before["source"]])
 
 
 def tile_arrays(rng):
@@ -532,12 +783,22 @@ def check_voting(before, after):
 def opaque(args):
     """The number itself, though the compiler could know it: without the instruction this is a store of a constant."""
     args.out[cuda.threadIdx.x] = ptx.opaque_u32(7) + 3 * ptx.opaque_u32(cuda.threadIdx.x)
-    args.lanes[cuda.threadIdx.x] = ptx.lane_id()
+    args.wide[cuda.threadIdx.x] = ptx.opaque_u64(LARGE) - ptx.opaque_u64(uint64(cuda.threadIdx.x))
+    args.threads[cuda.threadIdx.x] = ptx.thread_id()
+
+
+LARGE = 0xFEDCBA9876543210
 
 
 def check_opaque(before, after):
     np.testing.assert_array_equal(after["out"], 7 + 3 * np.arange(64))
-    np.testing.assert_array_equal(after["lanes"], np.arange(64) % 32)
+    assert after["wide"].tolist() == [LARGE - i for i in range(64)]
+    np.testing.assert_array_equal(after["threads"], np.arange(64))
+
+
+def opaque_arrays(rng):
+    words = {name: np.full(64, 99, np.uint32) for name in ("out", "threads")}
+    return {**words, "wide": np.zeros(64, np.uint64)}
 
 
 def elect(args):
@@ -594,10 +855,20 @@ CASES = [
             "rcp.approx.ftz.f32": 1,
             "cvt.rn.bf16x2.f32": 1,
             "cvt.rn.f16x2.f32": 1,
-            "div.u32": 1,
         },
         threads=64,
     ),
+    Case("division", divisions, division_arrays, check_divisions, {"div.u32": 1, "div.u64": 1}, threads=256),
+    Case("permute", permute, permute_arrays, check_permute, {"prmt.b32": 1}, threads=256),
+    Case(
+        "pair products",
+        pair_products,
+        product_arrays,
+        check_products,
+        {"fma.rn.bf16x2": 1, "mul.rn.f16x2": 1},
+        threads=1024,
+    ),
+    *(widening_case(dtype) for dtype in ("bfloat16", "float16")),
     Case("e4m3", unpack_e4m3, e4m3_arrays, check_e4m3, {"cvt.rn.f16x2.e4m3x2": 1}, min_cc=(8, 9), threads=128),
     Case(
         "memory",
@@ -608,7 +879,8 @@ CASES = [
             "ld.global.cg.v4.u32": 1,
             "ld.global.cg.v4.f32": 2,
             "@yes ld.global.cg.v4.f32": 1,
-            "ld.global.cg.v2.f32": 1,
+            "ld.global.cg.v2.f32": 2,
+            "@yes ld.global.cg.v2.f32": 1,
             "st.global.v4.u32": 1,
             "st.global.v4.f32": 1,
             "st.global.v2.f32": 1,
@@ -622,6 +894,30 @@ CASES = [
             "prefetch.global.L2": 1,
         },
         shared_bytes=1536,
+    ),
+    Case(
+        "shared views",
+        shared_views,
+        view_arrays,
+        check_views,
+        {},
+        shared_bytes=8 * (2 * RECORD + 2),
+    ),
+    Case(
+        "arrivals",
+        arrivals,
+        arrival_arrays,
+        check_arrivals,
+        {"atom.acq_rel.gpu.global.add.u32": 1, "ld.acquire.gpu.global.u32": 1},
+        blocks=ARRIVALS_BLOCKS,
+    ),
+    Case(
+        "cp_async words",
+        cp_async_words,
+        word_arrays,
+        check_words,
+        {"cp.async.ca.shared.global": 1},
+        shared_bytes=4 * 64,
     ),
     Case(
         "cp_async",
@@ -681,9 +977,9 @@ CASES = [
     Case(
         "opaque",
         opaque,
-        lambda rng: {"out": np.zeros(64, np.uint32), "lanes": np.full(64, 99, np.uint32)},
+        opaque_arrays,
         check_opaque,
-        {"mov.b32": 2, "%laneid": 1},
+        {"mov.b32": 2, "mov.b64": 2, "%tid.x": 1},
         threads=64,
     ),
     Case("elect", elect, elect_arrays, check_elect, {"elect.sync _|chosen, 0xffffffff": 2}, min_cc=(9, 0), threads=64),
@@ -695,6 +991,5 @@ CASES = [
         {"setmaxnreg.inc.sync.aligned.u32 184": 1, "setmaxnreg.dec.sync.aligned.u32 160": 1},
         min_cc=(9, 0),
         threads=384,
-        whole_program=True,
     ),
 ]
