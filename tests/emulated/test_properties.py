@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.batches import assert_close, random_batch
 from support.devices import EmulatorDevice, run
-from support.kernels import FP8_KERNELS, KERNELS
+from support.kernels import KERNELS
 
 import nbverify as nv
 
@@ -53,10 +53,10 @@ CASES = st.fixed_dictionaries(
 
 def batch_of(case):
     shape, (dtype, kv_dtype), (mask, prefix_visible) = case["shape"], case["dtypes"], case["mask"]
-    kernel = case["kernel"] if kv_dtype is None or case["kernel"] in FP8_KERNELS else "simt"
+
     common = {
         **case["options"], "dtype": dtype, "kv_dtype": kv_dtype, "mask": mask, "prefix_visible": prefix_visible,
-        "kernel": kernel,
+        "kernel": case["kernel"],
     }  # fmt: skip
     qk, v = shape["widths"]
     if "mla" in shape:

@@ -1,5 +1,6 @@
 """The tile planner of the tensor-core kernel: what it chooses fits every device, wastes few rows, and is a function of
-the spec's shape.  What it does not serve is refused by name, and served by the plain kernel.
+the spec's shape; no two regions of it share a byte.  What it does not serve is refused by name, and served by the plain
+kernel.
 
 CPU only and exhaustive over shapes (B16, B17); ``nbverify.kernels.tiles`` says why a tile is what it is.
 """
@@ -14,12 +15,22 @@ from support.kernels import geometry_for
 import nbverify as nv
 from nbverify import presets
 from nbverify.kernels import geometry as geo
-from nbverify.kernels.tiles import SHARED_BYTES, geometry_of, limits_of
+from nbverify.kernels.segments import INDEX_LISTS, RECORD_BYTES
+from nbverify.kernels.tiles import (
+    LAUNCH_REGISTERS,
+    SCORE_REGISTERS,
+    SHARED_BYTES,
+    SHARED_PAD,
+    VALUE_REGISTERS,
+    geometry_of,
+    limits_of,
+)
 
 CAPABILITIES = ((8, 0), (8, 6), (9, 0), (12, 0))
 BUDGETS = (65_536, 101_376, 232_448)  # B16: an older card, sm_120, sm_90
 FP8 = "float8_e4m3fn"
-DTYPES = [("bfloat16", None), ("float16", None)]
+DTYPES = [("bfloat16", None), ("float16", None), ("bfloat16", FP8), ("float16", FP8)]
+WIDTHS = DTYPES[::2]  # of the cache: all that tells the tiles of two dtypes apart
 SERVED = {  # (head_dim_qk, head_dim_v, MLA): the shapes that issue 3 names
     "64": (64, 64, False),
     "96": (96, 96, False),
@@ -43,6 +54,72 @@ def spec_of(dims, heads=1, kv_heads=1, **options):
     )  # fmt: skip
 
 
+CHUNK = 16  # bytes: of a cp.async, of a row that ldmatrix reads, of a vector access
+LANES = 32
+FRAGMENT = 16 * LANES  # bytes of an mma operand of 16 x 16
+
+
+def regions_of(tile):
+    """(name, offset, bytes, alignment) of shared memory, by the table in ``MmaGeometry``, sizes written out."""
+    keys, rows, roles = tile.keys_per_tile, tile.rows_per_tile, tile.has_roles
+    v_width = 0 if tile.shared_kv else tile.head_dim_v
+    ring = tile.stages * keys * (2 * tile.head_dim_qk + SHARED_PAD + (2 * v_width + SHARED_PAD if v_width else 0))
+    raw = tile.raw_stages * keys * (tile.head_dim_qk + v_width)
+    score_warps = tile.row_frags if roles else tile.warps
+    steps_left = tile.head_dim_qk // 16 - tile.query_steps_kept
+    slots = tile.raw_stages or tile.stages  # of indices
+    return [
+        ("ring", 0, ring, CHUNK),
+        ("raw", tile.raw_offset, raw, CHUNK),
+        ("weights", tile.weights_offset, 2 * tile.team_keys // 16 * tile.row_frags * FRAGMENT * roles, CHUNK),
+        ("factors", tile.factors_offset, 2 * rows * 4 * roles, 4),
+        ("flags", tile.flags_offset, 2 * 4 * 4 * roles, CHUNK),
+        ("indices", tile.indices_offset, slots * keys * 4, 4),
+        ("states", tile.states_offset, tile.key_teams * rows * 8 * (tile.key_teams > 1), 4),
+        ("finals", tile.finals_offset, rows * 4, 4),
+        ("queries", tile.queries_offset, score_warps * steps_left * FRAGMENT, CHUNK),
+        ("barriers", tile.barriers_offset, 2 * tile.stages * 8, 8),
+        ("segments", tile.segments_offset, 2 * RECORD_BYTES, CHUNK),
+        ("table", 4 * tile.table_offset, 0, CHUNK),
+    ]
+
+
+def layout_problems(tile):
+    """All that is wrong with what lies where, as text."""
+    found = []
+    for (name, offset, size, alignment), (following, next_offset, *_) in itertools.pairwise(regions_of(tile)):
+        if offset + size > next_offset:
+            found.append(f"{name} ends at {offset + size}, {following} begins at {next_offset}")
+        if offset % alignment:
+            found.append(f"{name} at {offset}: no multiple of {alignment}")
+    slot, lanes = tile.slot_bytes, tile.copy_lanes
+    raw_v, raw_rows = tile.keys_per_tile * tile.k_row_bytes, (tile.k_row_bytes, tile.v_row_bytes)
+    distances = {"slot": slot, "k_pitch": tile.k_pitch, "v_pitch": tile.v_pitch, "v_offset": tile.v_offset}
+    distances |= {"raw slot": tile.raw_slot_bytes, "raw K row": raw_rows[0], "raw V row": raw_rows[1], "raw V": raw_v}
+    distances |= {"staging_pitch": tile.staging_pitch, "a record": RECORD_BYTES, "index lists": 8 * INDEX_LISTS}
+    found += [f"{name}: {value} is no multiple of {CHUNK}" for name, value in distances.items() if value % CHUNK]
+
+    # Rows are fetched in whole passes of a warp, by lanes side by side; all rows of a tile by somebody.
+    per_pass = LANES // lanes
+    columns = tile.head_dim_qk // tile.staging_parts  # of the queries, at a time
+    checks = {
+        f"{lanes} lanes for rows of {raw_rows} bytes": all(n % (CHUNK * lanes) == 0 for n in raw_rows),
+        f"{tile.copy_passes} passes": tile.copied_rows == per_pass * tile.copy_passes,
+        f"{tile.copied_rows} rows a warp": tile.copied_rows * tile.fetching_warps >= tile.keys_per_tile,
+        f"{tile.staging_parts} parts of the queries": tile.query_steps % tile.staging_parts == 0,
+        f"{lanes} lanes for {columns} columns": columns % 16 == 0 and 2 * columns % (CHUNK * lanes) == 0,
+        f"{columns} columns at a pitch of {tile.staging_pitch}": 2 * columns <= tile.staging_pitch,
+        "query rows leave their slot": tile.staging_warps * 16 * tile.staging_pitch <= slot,
+        f"{tile.staging_slots} slots for queries": tile.staging_slots * tile.staging_warps >= tile.score_warps,
+        f"{tile.staging_slots} slots for queries, of {tile.stages}": tile.staging_slots <= tile.stages,
+        f"{tile.team_merge_bytes} bytes of teams": tile.team_merge_bytes <= tile.stages * slot,
+        # The ring: one tile multiplied, one weighted, one that is on its way or is widened.
+        f"{tile.stages} stages, {tile.raw_stages} raw": tile.stages >= 3 and tile.raw_stages != 1,
+        f"{tile.index_slots} slots of indices": tile.index_slots >= (tile.raw_stages or tile.stages),
+    }
+    return found + [text for text, holds in checks.items() if not holds]
+
+
 def problems_of(spec, limits):
     """All that is wrong with the tile of a spec, as text."""
     tile = geometry_of(spec, limits)
@@ -50,13 +127,13 @@ def problems_of(spec, limits):
     checks = {
         f"{need} bytes of shared memory, of {limits.shared_bytes}": need <= limits.shared_bytes,
         "bytes of the work table": need - table == geo.table_bytes(spec.max_requests),
-        "the work table is int64, and 16-byte aligned": table % 16 == 0,
-        "no room for the merge": table >= geo.merge_scratch_bytes(),
+        "no room for the merge": table >= geo.merge_scratch_bytes(tile.warps),
         f"{tile.threads} threads, {tile.warps} warps": tile.threads == 32 * tile.warps and 1 <= tile.warps <= 32,
         f"{tile.rows_per_tile} rows": tile.rows_per_tile % 16 == 0 and tile.rows_per_tile > 0,
         f"{tile.keys_per_tile} keys": tile.keys_per_tile % 16 == 0 and tile.keys_per_tile > 0,
+        "raw slots of an fp8 cache": (tile.raw_stages > 0) == spec.is_fp8,
     }
-    return [text for text, holds in checks.items() if not holds]
+    return [text for text, holds in checks.items() if not holds] + layout_problems(tile)
 
 
 # ------------------------------------------------------------------------------------------------------- what it serves
@@ -106,21 +183,24 @@ def test_b16_budgets(dims, budget):
                     geo.check_shared_memory(spec, tile, budget)
 
 
-def test_fp8_caches_are_refused_by_name():
-    spec = spec_of(SERVED["mla-576-512"], heads=8, max_nodes=8, kv_dtype=FP8)
-    with pytest.raises(nv.ArgumentError, match=r"^kernel: expected 'simt' with an fp8 cache"):
-        nv.VerifyPlan(spec, device="emulator")
-
-
 def test_more_shared_memory_never_serves_less():
     """And the tile that is chosen keeps to the limit, for every limit from the smallest that serves."""
-    for dims, nodes in itertools.product(SERVED.values(), (1, 9, 33, 130)):
-        spec = spec_of(dims, heads=8, max_nodes=nodes)
+    for dims, nodes, (_, kv_dtype) in itertools.product(SERVED.values(), (1, 9, 33, 130), WIDTHS):
+        spec = spec_of(dims, heads=8, max_nodes=nodes, kv_dtype=kv_dtype)
         fits = []
         for budget in range(16_384, 232_449, 4096):
             tile = geometry_of(spec, limits_of((9, 0), budget))
             fits.append(tile.shared_bytes(spec.max_requests) <= budget)
+            if fits[-1]:
+                assert layout_problems(tile) == [], (dims, nodes, kv_dtype, budget)
         assert fits == sorted(fits) and fits[-1], (dims, nodes)
+
+
+def test_queries_pass_in_parts_where_the_ring_is_small():
+    """This file and others rely on it: a whole row of all score warps has no room in three slots of 16 keys."""
+    spec = spec_of(SERVED["mla-576-512"], heads=8, max_nodes=8, kv_dtype=FP8)
+    parts = {cc: geometry_for(spec, cc).staging_parts for cc in CAPABILITIES}
+    assert parts == {(8, 0): 3, (8, 6): 3, (9, 0): 1, (12, 0): 3}
 
 
 # --------------------------------------------------------------------------------------------------------------- widths
@@ -132,24 +212,31 @@ def all_widths():
             yield qk, v, is_mla
 
 
-@pytest.mark.parametrize("nodes", [1, 8, 33])
-def test_any_width_is_served_or_refused_by_name(nodes):
-    """Refused for its width: the error names 'simt'.  Served: it fits the largest device."""
-    refused, too_large = 0, []
+@pytest.mark.parametrize(
+    "cc, nodes",
+    [((9, 0), 1), ((9, 0), 8), ((9, 0), 33), ((8, 0), 64), ((12, 0), 64), ((12, 0), 8)],
+    ids=lambda value: str(value).replace(", ", ".").strip("()"),
+)
+@pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["16-bit", "fp8"])
+def test_any_width_is_served_or_refused_by_name(cc, nodes, kv_dtype):
+    """Refused for its width: the error names 'simt'.  Served: it fits, or only the largest device has room."""
+    refused, wrong = 0, []
     for dims in all_widths():
-        spec = spec_of(dims, heads=2, max_nodes=nodes)
+        spec = spec_of(dims, heads=2, max_nodes=nodes, kv_dtype=kv_dtype)
         try:
-            found = problems_of(spec, limits_of((9, 0)))
+            tile = geometry_for(spec, cc)
+            if cc != (9, 0):
+                geo.check_shared_memory(spec, tile, limits_of(cc).shared_bytes)
         except nv.ArgumentError as error:
-            refused += 1
-            assert error.argument == "kernel"
-            assert re.search(rf"'simt'.*head_dim_qk={dims[0]}, head_dim_v={dims[1]}", str(error))
-            assert max(dims[:2]) > 256, "widths up to 256 are served"
+            if error.argument == "kernel":
+                refused += 1
+                assert re.search(rf"'simt'.*head_dim_qk={dims[0]}, head_dim_v={dims[1]}", str(error))
+                assert max(dims[:2]) > 256, "widths up to 256 are served"
             continue
-        if found:
-            too_large.append((dims, found))
+        if found := problems_of(spec, limits_of(cc)):
+            wrong.append((dims, found))
     assert refused, "this test needs a width that is refused"
-    assert not too_large, f"{len(too_large)} widths, the first ones {too_large[:3]}"
+    assert not wrong, f"{len(wrong)} widths, the first ones {wrong[:3]}"
 
 
 def test_a_refused_width_is_refused_by_the_plan_and_served_by_simt():
@@ -244,8 +331,8 @@ def test_b17_the_rows_of_any_heads():
 @each_shape
 def test_the_tile_is_of_the_shape_and_the_device(dims, cc):
     """Bits of ``fixed`` must not depend on how large a batch the plan is for, nor on its longest request."""
-    for nodes in (1, 8, 33):
-        spec = spec_of(dims, heads=8, max_nodes=nodes)
+    for nodes, (_, kv_dtype) in itertools.product((1, 8, 33), WIDTHS):
+        spec = spec_of(dims, heads=8, max_nodes=nodes, kv_dtype=kv_dtype)
         tile = geometry_for(spec, cc)
         for changes in (
             *({"max_requests": n} for n in (1, 2, 37, 63)),
@@ -253,7 +340,7 @@ def test_the_tile_is_of_the_shape_and_the_device(dims, cc):
             *({"mask": m, "split": s} for m, s in (("tree", "fixed"), ("none", "balanced"))),
             {"reduction": "two_launch"},
             {"sm_scale": 0.5},
-            {"dtype": "float16", "kv_dtype": "float16"},
+            {"dtype": "float16", "kv_dtype": kv_dtype or "float16"},
         ):
             assert geometry_for(replace(spec, **changes), cc) == tile, changes
 
@@ -262,3 +349,19 @@ def test_capabilities():
     assert [limits_of(cc).can_suspend for cc in ((8, 0), (8, 9), (9, 0), (12, 0))] == [False, False, True, True]
     assert limits_of((9, 9)).shared_bytes == min(SHARED_BYTES.values()), "an unknown one is taken for a small one"
     assert limits_of((9, 0), 50_000).shared_bytes == 50_000
+    shifts = [limits_of(cc).can_shift for cc in ((8, 0), (8, 9), (9, 0), (12, 0))]
+    assert shifts == [False, False, True, True]
+    assert not limits_of((9, 0), specific=False).can_shift, "compiled for sm_90, without the a, it has no setmaxnreg"
+
+
+@each_capability
+def test_registers_are_shifted_where_both_roles_are_whole_groups_of_warps(cc):
+    """And the shares add up to no more than what the block has at launch."""
+    for name, nodes in (("mla-576-512", 8), ("mla-576-512", 1), ("128", 8)):
+        for specific in (True, False):
+            spec = spec_of(SERVED[name], heads=8, max_nodes=nodes)
+            tile = geometry_of(spec, limits_of(cc, specific=specific))
+            assert tile.shifts_registers == (specific and cc >= (9, 0) and (name, nodes) == ("mla-576-512", 8))
+    assert 4 * SCORE_REGISTERS + 8 * VALUE_REGISTERS <= 12 * LAUNCH_REGISTERS
+    assert 32 * 12 * LAUNCH_REGISTERS <= 65_536
+    assert all(n % 8 == 0 and 24 <= n <= 256 for n in (SCORE_REGISTERS, VALUE_REGISTERS, LAUNCH_REGISTERS))
