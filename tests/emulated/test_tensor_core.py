@@ -1,14 +1,17 @@
 """What only the tensor-core kernel does; on the tiles of several devices, and under schedules that must not matter."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.batches import assert_close, random_batch
 from support.devices import EmulatorDevice, run
 from support.tensor_core import *  # noqa: F403
-from support.tensor_core import BOTH, GQA, KIMI, MLA, smallest_limit
+from support.tensor_core import BOTH, FP8, GQA, IN_PARTS, KIMI, MLA, MMA, limit_with_parts, slow, smallest_limit
 
 SEEDS = range(1, 5)
 SPECS = {"gqa": GQA, "mla": MLA, "kimi": KIMI}
+KIMI_FP8 = replace(KIMI, kv_dtype="float8_e4m3fn")  # of 72 rows
 CAPABILITIES = [(8, 0), (9, 0), (12, 0)]
 each_other_capability = pytest.mark.parametrize("cc", [(8, 0), (12, 0)], ids=["8.0", "12.0"])
 
@@ -22,6 +25,30 @@ def test_devices(spec, cc):
     assert_close(batch, result.out, result.lse)
 
 
+@pytest.mark.parametrize("cc", [(8, 0), slow((9, 0)), (12, 0)], ids=["8.0", "9.0", "12.0"])
+@pytest.mark.parametrize(
+    "spec", [*map(slow, FP8.values()), KIMI_FP8, slow(replace(KIMI_FP8, max_nodes=8))], ids=[*FP8, "kimi", "kimi-64"]
+)
+def test_fp8_on_devices(spec, cc):
+    """The same of fp8, whose raw slots and parts of queries depend on the device."""
+    device = EmulatorDevice(3, 0, cc)
+    batch = random_batch(np.random.default_rng(84), spec, [70, 3], [5, 2])
+    result = run(device, batch)
+    assert_close(batch, result.out, result.lse)
+
+
+@pytest.mark.parametrize("seed", SEEDS[:2])
+@pytest.mark.parametrize("name", ["teams 2 fp8", slow("roles 3 fp8")])
+def test_order_of_threads_while_queries_pass(name, seed):
+    given, parts = IN_PARTS[name]
+    spec = replace(given, max_requests=2, **MMA)
+    limit = limit_with_parts(EmulatorDevice(1), spec, parts)
+    batch = random_batch(np.random.default_rng(85), spec, [20, 1], [spec.max_nodes, 3])
+    want = run(EmulatorDevice(1), batch, shared_limit=limit)
+    assert_close(batch, want.out, want.lse)
+    assert run(EmulatorDevice(1, seed), batch, shared_limit=limit).bits == want.bits
+
+
 @each_other_capability
 @pytest.mark.parametrize("spec", BOTH.values(), ids=BOTH)
 def test_order_of_threads_on_other_devices(spec, cc):
@@ -32,8 +59,8 @@ def test_order_of_threads_on_other_devices(spec, cc):
         assert run(EmulatorDevice(2, seed, cc), batch).bits == want.bits
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("spec", BOTH.values(), ids=BOTH)
+@pytest.mark.parametrize("seed", [*SEEDS[:2], *map(slow, SEEDS[2:])])
+@pytest.mark.parametrize("spec", [*BOTH.values(), *FP8.values()], ids=[*BOTH, *FP8])
 def test_a_ring_that_goes_round_under_any_order(spec, seed):
     """Few slots, more tiles than slots, two requests: a slot filled too early, or read too early, is a wrong result."""
     plain = EmulatorDevice(1)

@@ -6,6 +6,7 @@ Collected by tests/emulated/test_tensor_core.py and tests/gpu/test_tensor_core.p
 import math
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -22,6 +23,7 @@ GQA = gqa(4, 2, 16, **MMA)
 MLA = mla(2, head_dim_qk=288, head_dim_v=64, **MMA)  # the narrowest whose columns are shared among warps
 KIMI = mla(8, max_nodes=9, max_requests=2, **MMA)  # 576 and 512, 72 rows
 BOTH = {"gqa": GQA, "mla": MLA}
+FP8 = {f"{name}-fp8": replace(spec, kv_dtype="float8_e4m3fn") for name, spec in BOTH.items()}
 each = pytest.mark.parametrize("spec", BOTH.values(), ids=BOTH)
 # Specs that tests make of those they are given: for tests/gpu/conftest.py.
 ALSO_COMPILED = [
@@ -30,6 +32,7 @@ ALSO_COMPILED = [
     replace(GQA, dtype="float16", kv_dtype="float16"),
 ]
 BAD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
+each_fp8 = pytest.mark.parametrize("spec", FP8.values(), ids=FP8)
 each_bad_value = pytest.mark.parametrize(
     "value", [pytest.param(v, id=name, marks=pytest.mark.slow if name == "-inf" else ()) for name, v in BAD.items()]
 )
@@ -38,6 +41,13 @@ each_bad_value = pytest.mark.parametrize(
 def slow(*values):
     """Left to ``make test-all`` and to the GPU."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+# Both NaN of e4m3, which has no infinities; the second is the one that looks negative.
+BAD_BYTES = {name: np.uint8(bits).view(ml_dtypes.float8_e4m3fn) for name, bits in (("7f", 0x7F), ("ff", 0xFF))}
+each_bad_byte = pytest.mark.parametrize(
+    "value", [slow(v) if name == "7f" else pytest.param(v) for name, v in BAD_BYTES.items()], ids=BAD_BYTES
+)
 
 
 def with_values(batch, slots, value, *, k=True, v=True):
@@ -133,8 +143,8 @@ def test_edges_of_key_tiles(dev, spec):
         assert_bits(probe, run(dev, probe, max_blocks=3))
 
 
-@each
 @pytest.mark.parametrize("tiles", [1, 2, 3, slow(4), 9, slow(17)])
+@pytest.mark.parametrize("spec", [*BOTH.values(), *map(slow, FP8.values())], ids=[*BOTH, *FP8])
 def test_segments_of_any_length(dev, spec, tiles):
     """Shorter than the ring, as long, and going round it; by one block, and by three."""
     k, limit = tile_keys(dev, spec), smallest_limit(dev, spec)
@@ -145,7 +155,7 @@ def test_segments_of_any_length(dev, spec, tiles):
         assert_close(batch, result.out, result.lse)
 
 
-@each
+@pytest.mark.parametrize("spec", [*BOTH.values(), *FP8.values()], ids=[*BOTH, *FP8])
 def test_many_short_segments_of_one_block(dev, spec):
     """The ring goes on from one segment to the next; a segment of one tile follows one of several."""
     spec = replace(spec, max_requests=12)
@@ -163,6 +173,17 @@ def test_many_short_segments_of_one_block(dev, spec):
 @each_bad_value
 @pytest.mark.parametrize("where", [slow("k"), "v", "both"])
 def test_hidden_drafts(dev, spec, where, value):
+    check_hidden_drafts(dev, spec, where, value)
+
+
+@each_fp8
+@each_bad_byte
+@pytest.mark.parametrize("where", [slow("k"), slow("v"), "both"])
+def test_hidden_drafts_of_fp8(dev, spec, where, value):
+    check_hidden_drafts(dev, spec, where, value)
+
+
+def check_hidden_drafts(dev, spec, where, value):
     """0 * NaN is NaN in a product of matrices.  Every other draft is hidden from all nodes: between visible ones, in a
     tile of drafts alone, and as the only one in a tile of prefix."""
     if where != "both" and spec.shared_kv:
@@ -181,6 +202,16 @@ def test_hidden_drafts(dev, spec, where, value):
 @each
 @each_bad_value
 def test_bad_rows_that_some_nodes_see(dev, spec, value):
+    check_bad_rows(dev, spec, value)
+
+
+@each_fp8
+@each_bad_byte
+def test_bad_bytes_that_some_nodes_see(dev, spec, value):
+    check_bad_rows(dev, spec, value)
+
+
+def check_bad_rows(dev, spec, value):
     """It spoils those nodes, and of separate V their column alone; the others keep their bits."""
     batch = random_batch(np.random.default_rng(66), spec, [5], [4], trees=[np.eye(4, dtype=bool)])
     want = run(dev, batch, **CAP)
@@ -202,6 +233,17 @@ def test_bad_rows_that_some_nodes_see(dev, spec, value):
 @each
 @each_bad_value
 def test_bad_values_of_another_request_in_the_ring(dev, spec, value):
+    check_bad_ring(dev, spec, value)
+
+
+@each_fp8
+@each_bad_byte
+def test_bad_bytes_of_another_request_in_the_ring(dev, spec, value):
+    """And in the raw slots, of which more are on their way than the ring has."""
+    check_bad_ring(dev, spec, value)
+
+
+def check_bad_ring(dev, spec, value):
     """One block: a request whose keys are all bad fills every ring slot; those that come after it end inside a tile,
     whose rest then still holds what it left."""
     k, limit = tile_keys(dev, spec), smallest_limit(dev, spec)
@@ -322,6 +364,106 @@ def test_the_running_maximum(dev, spec, ramp):
     for blocks in (1, 3):
         result = run(dev, batch, max_blocks=blocks)
         assert_close(replace(batch, spec=replace(spec, kernel="simt")), result.out, result.lse)
+
+
+# ---------------------------------------------------------------------------------------------------------- fp8 caches
+
+WIDE_MLA = {"head_dim_qk": 288, "head_dim_v": 256}  # eight value warps: with four score warps they shift registers
+FP8_CASES = {
+    "mla 1 row": mla(1, max_nodes=1, **WIDE_MLA),
+    "mla 4 rows": mla(2, max_nodes=2, **WIDE_MLA),
+    "mla 64 rows": mla(8, max_nodes=8, **WIDE_MLA),
+    "mla 72 rows": mla(8, max_nodes=9, **WIDE_MLA),
+    "gqa 1 row": gqa(2, 2, 64, max_nodes=1),
+    "gqa 24 rows": gqa(8, 2, 32, max_nodes=6),
+    "gqa 4 x 9 rows": gqa(4, 1, 128, max_nodes=9),
+    "gqa 192-128": gqa(2, 1, 192, head_dim_v=128, max_nodes=4),
+    "mla-576-512": mla(2, max_nodes=2),
+    "gqa 256": gqa(2, 1, 256, max_nodes=4),
+}
+SLOW_FP8_CASES = ("mla 72 rows", "gqa 256", "gqa 192-128")
+
+
+def fp8_specs():
+    for name, given in FP8_CASES.items():
+        for dtype in ("bfloat16", "float16"):
+            is_slow = name in SLOW_FP8_CASES or (dtype == "float16") != (name in ("mla 4 rows", "gqa 24 rows"))
+            marks = pytest.mark.slow if is_slow else ()
+            spec = replace(given, dtype=dtype, kv_dtype="float8_e4m3fn", max_requests=2, **MMA)
+            yield pytest.param(spec, id=f"{name} {dtype}", marks=marks)
+
+
+@pytest.mark.parametrize("spec", list(fp8_specs()))
+def test_fp8(dev, spec):
+    """A prefix of several tiles, that ends inside one; scales; and the bit probe, whose weights are exact.
+
+    (Of separate V its values are exact too; MLA's are as exact as the probe's K.)
+    """
+    n, k = spec.max_nodes, tile_keys(dev, spec)
+    batch = random_batch(np.random.default_rng(74), spec, [3 * k - 2, 3], [n, max(1, n // 2)])
+    scaled = replace(batch, k_scale=0.375, v_scale=None if spec.shared_kv else 2.5)
+    result = run(dev, scaled, **CAP)
+    assert_close(scaled, result.out, result.lse)
+    probe = bit_probe(batch)
+    assert_bits(probe, run(dev, probe, **CAP))
+
+
+@each_fp8
+def test_every_byte_of_a_shared_row(dev, spec):
+    """All finite bytes as K and as V, in every place of a 16-byte piece, of both 16-bit types."""
+    codes = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    finite = codes[np.isfinite(codes.astype(np.float32))]
+    for dtype in ("bfloat16", "float16"):
+        one = replace(spec, dtype=dtype, sm_scale=0.001)
+        batch = random_batch(np.random.default_rng(75), one, [70], [2])
+        caches = {"k_cache": batch.k_cache} if spec.shared_kv else {"k_cache": batch.k_cache, "v_cache": batch.v_cache}
+        for name, cache in caches.items():
+            places = np.arange(cache.size).reshape(cache.shape)
+            caches[name] = finite[(places + 3 * places // cache.shape[-1]) % finite.size]
+        batch = replace(batch, **caches)
+        result = run(dev, batch, **CAP)
+        assert_close(batch, result.out, result.lse)
+
+
+# ------------------------------------------------------------------------- queries that pass through the ring in parts
+
+IN_PARTS = {  # spec, how many parts, for the smallest limit of shared memory that has them
+    "teams 2": (gqa(2, 1, 96, head_dim_v=16, max_nodes=32), 2),
+    "teams 2 fp8": (gqa(2, 1, 96, head_dim_v=16, max_nodes=32, kv_dtype="float8_e4m3fn"), 2),
+    "teams 3": (gqa(2, 1, 192, head_dim_v=16, max_nodes=64), 3),
+    "roles 3": (mla(8, head_dim_qk=288, head_dim_v=64, max_nodes=8), 3),
+    "roles 3 fp8": (mla(8, head_dim_qk=288, head_dim_v=64, max_nodes=8, kv_dtype="float8_e4m3fn"), 3),
+    "kimi fp8": (replace(KIMI, max_nodes=8, kv_dtype="float8_e4m3fn"), 3),  # some queries have no register
+}
+QUICK_PARTS = ("teams 2 fp8", "roles 3 fp8")
+
+
+def limit_with_parts(dev, spec, parts):
+    """The least shared memory with which a plan passes queries in so many parts."""
+    cc = dev.device.cc if not dev.is_gpu else _capability(dev)
+    for limit in range(8192, limits_of(cc).shared_bytes + 1, 1024):
+        tile = geometry_for(spec, cc, limit)
+        if tile.fits(limit - tile.shared_bytes(spec.max_requests) + tile.tile_bytes) and tile.staging_parts == parts:
+            return limit
+    pytest.skip(f"no limit of sm_{cc[0]}{cc[1]} has {parts} parts")
+
+
+@pytest.mark.parametrize(
+    "given, parts",
+    [
+        pytest.param(*case, id=name, marks=() if name in QUICK_PARTS else pytest.mark.slow)
+        for name, case in IN_PARTS.items()
+    ],
+)
+def test_queries_in_parts(dev, given, parts):
+    """Every score warp's queries come in several pieces of columns, through a slot that it shares with others."""
+    spec = replace(given, max_requests=3, **MMA)
+    limit, k = limit_with_parts(dev, spec, parts), tile_keys(dev, spec)
+    n = spec.max_nodes
+    batch = random_batch(np.random.default_rng(76), spec, [k + 3, 2, 0], [n, 1, n - 1])
+    result = run(dev, batch, max_blocks=2, shared_limit=limit)
+    assert dev.plan(spec, max_blocks=2, shared_limit=limit).geometry.staging_parts == parts
+    assert_close(batch, result.out, result.lse)
 
 
 # -------------------------------------------------------------------------------------------------------- model shapes
