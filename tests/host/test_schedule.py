@@ -1,7 +1,7 @@
 """How work is split: every key tile of every row unit is walked once, and no two partial states share a number.
 
-Arithmetic is tested as plain Python, exhaustively; the split policies by running their device functions in the
-emulator, which needs no keys and no values: a kernel here only writes down the segments it would walk.
+All of it runs in the emulator, whose integers are as narrow as those of the device, and which needs no keys and no
+values: a kernel here only writes down what a device function gives, or the segments it would walk.
 """
 
 import itertools
@@ -11,82 +11,127 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from numba import cuda, int64
+from numba import cuda, int32, int64
 from support.kernels import geometry_for
 
 import nbverify as nv
-from nbverify import contract
+from nbverify import contract, presets
 from nbverify.kernels import geometry as geo
 from nbverify.kernels import schedule
 from nbverify.spec import KERNELS
 
 WARP = 32
 MIN_CHUNK_TILES = geo.MIN_CHUNK_TILES
-block_begin, block_of = schedule.block_begin.py_func, schedule.block_of.py_func
-chunk_tiles_of, upper_request = schedule.chunk_tiles_of.py_func, schedule.upper_request.py_func
+INT32_MAX = 2**31 - 1
 
 
 def ceil_div(a, b):
     return -(-a // b)
 
 
+def table_of(function, rows):
+    """``function`` of the int32 numbers in each row, all in one launch."""
+    rows = np.array(rows, np.int64).astype(np.int32, casting="same_kind")
+    count, width = rows.shape
+
+    def fill(args):
+        for i in range(cuda.threadIdx.x, count, cuda.blockDim.x):
+            if width == 2:
+                args.found[i] = function(args.given[2 * i], args.given[2 * i + 1])
+            else:
+                args.found[i] = function(args.given[3 * i], args.given[3 * i + 1], args.given[3 * i + 2])
+
+    args = namedtuple("Filled", "given found")(rows.reshape(-1), np.full(count, -77, np.int64))
+    nv.Emulator().launch(fill, args, grid=1, block=WARP, shared_bytes=0, name="fill")
+    return args.found.tolist()
+
+
 # ---- arithmetic
 
 
 def test_blocks_share_a_line_without_gap_or_overlap():
-    """For all totals <= 60 and grids <= 40 with as many items as blocks, which ``share`` sees to."""
-    for total in range(1, 61):
-        for blocks in range(1, min(total, 40) + 1):
-            begins = [block_begin(total, blocks, k) for k in range(blocks + 1)]
-            assert begins[0] == 0 and begins[-1] == total
-            shares = [end - begin for begin, end in itertools.pairwise(begins)]
-            assert set(shares) <= {total // blocks, ceil_div(total, blocks)}, (total, blocks)
-            owners = [k for k, share in enumerate(shares) for _ in range(share)]
-            assert [block_of(total, blocks, i) for i in range(total)] == owners, (total, blocks)
+    """For all totals <= 40 and grids <= 30 with as many items as blocks, which ``share`` sees to."""
+    lines = [(total, blocks) for total in range(1, 41) for blocks in range(1, min(total, 30) + 1)]
+    begins = iter(table_of(schedule.block_begin, [(*line, k) for line in lines for k in range(line[1] + 1)]))
+    owners = iter(table_of(schedule.block_of, [(*line, i) for line in lines for i in range(line[0])]))
+    for total, blocks in lines:
+        cuts = list(itertools.islice(begins, blocks + 1))
+        assert cuts[0] == 0 and cuts[-1] == total
+        shares = [end - begin for begin, end in itertools.pairwise(cuts)]
+        assert set(shares) <= {total // blocks, ceil_div(total, blocks)}, (total, blocks)
+        expected = [k for k, share in enumerate(shares) for _ in range(share)]
+        assert list(itertools.islice(owners, total)) == expected, (total, blocks)
 
 
-@pytest.mark.parametrize("total", [2**31 - 1, 2**31 + 5, 2**33 + 12345, 2**40 + 7])
-@pytest.mark.parametrize("blocks", [1, 3, 148, 376, 1024])
-def test_positions_beyond_32_bits_are_exact(total, blocks):
-    """In numpy's int64, which overflows as the GPU's does, against Python's integers, which do not."""
-    rng = np.random.default_rng(blocks)
-    ks = [0, 1, blocks // 2, blocks - 1, *rng.integers(0, blocks, 20).tolist()]
-    with np.errstate(over="raise"):
-        for k in ks:
-            begin, end = (block_begin(np.int64(total), np.int64(blocks), np.int64(x)) for x in (k, k + 1))
-            assert (int(begin), int(end)) == (k * total // blocks, (k + 1) * total // blocks)
-            if begin < end:
-                for position in (begin, (begin + end) // 2, end - 1):
-                    assert block_of(np.int64(total), np.int64(blocks), position) == k
+def test_the_longest_lines_are_exact():
+    """Up to as many items as a plan may have, on grids of any size, against the integers of Python."""
+    rng = np.random.default_rng(4)
+    totals = [geo.MAX_ITEMS, geo.MAX_ITEMS - 1, 2**30 + 1, 2**31 - 2**16, 1_000_000_007, *rng.integers(2**17, 2**31, 8)]
+    cuts, places = [], []
+    for total in map(int, totals):
+        for blocks in (1, 2, 3, 148, 376, 1024, 65_535, 65_536):
+            for k in {0, min(1, blocks - 1), blocks // 2, blocks - 1, *rng.integers(0, blocks, 4).tolist()}:
+                cuts += [(total, blocks, k), (total, blocks, k + 1)]
+                begin, end = (x * total // blocks for x in (k, k + 1))
+                places += [(total, blocks, place, k) for place in {begin, (begin + end) // 2, end - 1}]
+    assert table_of(schedule.block_begin, cuts) == [k * total // blocks for total, blocks, k in cuts]
+    assert table_of(schedule.block_of, [row[:3] for row in places]) == [row[3] for row in places]
+
+
+def chunk_by_hand(tiles, max_splits):
+    return max(MIN_CHUNK_TILES, ceil_div(tiles, max_splits))
 
 
 def test_chunks_are_at_most_max_splits_and_at_least_the_minimum():
-    for tiles in range(1, 1200):
-        for max_splits in (1, 2, 3, 7, 22, 63, 64):
-            chunk = int(chunk_tiles_of(tiles, max_splits))
-            chunks = ceil_div(tiles, chunk)
-            assert chunk >= MIN_CHUNK_TILES
-            assert 1 <= chunks <= max_splits
-            if chunks > 1:
-                assert tiles - (chunks - 1) * chunk >= 1
-            if chunk > MIN_CHUNK_TILES:  # no longer than max_splits asks for
-                assert ceil_div(tiles, chunk - 1) > max_splits
+    cases = [(tiles, splits) for tiles in range(1, 1200, 7) for splits in (1, 2, 3, 7, 22, 63, 64)]
+    cases += [(tiles, splits) for tiles in range(1, 70) for splits in (1, 2, 8, 9)]
+    cases += [(INT32_MAX - less, splits) for less in (0, 1, 63, 64) for splits in (1, 3, 63, 64)]
+    chunks = table_of(schedule.chunk_tiles_of, cases)
+    assert chunks == [chunk_by_hand(*case) for case in cases]
+    for (tiles, max_splits), chunk in zip(cases, chunks, strict=True):
+        count = ceil_div(tiles, chunk)
+        assert 1 <= count <= max_splits
+        assert tiles - (count - 1) * chunk >= 1
+        if chunk > MIN_CHUNK_TILES:  # no longer than max_splits asks for
+            assert ceil_div(tiles, chunk - 1) > max_splits
 
 
 def test_upper_request_is_searchsorted():
     """On prefix sums with any number of empty requests before, between and after."""
     rng = np.random.default_rng(0)
-    for _ in range(400):
+    for _ in range(80):
         counts = rng.integers(0, 5, rng.integers(1, 40)) * rng.integers(0, 2)
         counts[rng.integers(counts.size)] += 1
         if rng.random() < 0.2:
-            counts = counts.astype(np.int64) * 2**33
-        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+            counts *= INT32_MAX // counts.sum()
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         positions = np.unique([*starts[:-1], *(starts[1:] - 1), *rng.integers(0, starts[-1], 5)])
-        for position in positions[(positions >= 0) & (positions < starts[-1])]:
-            found = upper_request(starts, counts.size, position)
-            assert found == np.searchsorted(starts, position, side="right") - 1
-            assert counts[found] > 0 and starts[found] <= position < starts[found + 1]
+        positions = positions[(positions >= 0) & (positions < starts[-1])].astype(np.int32)
+
+        def find(args):
+            for i in range(cuda.threadIdx.x, args.positions.size, cuda.blockDim.x):
+                args.found[i] = schedule.upper_request(args.starts, int64(args.starts.size - 1), args.positions[i])
+
+        found = np.full(positions.size, -77, np.int32)
+        args = namedtuple("Args", "starts positions found")(starts, positions, found)
+        nv.Emulator().launch(find, args, grid=1, block=WARP, shared_bytes=0, name="find")
+        np.testing.assert_array_equal(found, np.searchsorted(starts, positions, side="right") - 1)
+        assert (counts[found] > 0).all()
+
+
+def test_scan_of_any_length():
+    """One warp, 32 values at a time; the sums may be as large as int32."""
+    for count in (0, 1, 2, 31, 32, 33, 64, 65, 200):
+        rng = np.random.default_rng(count)
+        values = rng.integers(0, INT32_MAX // max(1, count), count + 1)
+        values[0] = 5  # not part of it
+
+        def scan(args):
+            schedule.inclusive_scan(args.values, int32(args.values.size - 1), int32(cuda.threadIdx.x))
+
+        args = namedtuple("Args", "values")(values.astype(np.int32))
+        nv.Emulator(seed=1).launch(scan, args, grid=1, block=WARP, shared_bytes=0, name="scan")
+        assert args.values.tolist() == [5, *np.cumsum(values[1:]).tolist()]
 
 
 # ---- lengths, in the emulator
@@ -184,7 +229,7 @@ def make_writer(policy):
     """A kernel that writes down its work table, its share and segments, and then the partial states of all units."""
 
     def write_schedule(args):
-        table = cuda.shared.array(0, int64)
+        table = cuda.shared.array(0, int32)
         policy.prepare(args, table)
         if cuda.threadIdx.x == 0:
             num_requests, block = args.num_requests, int64(cuda.blockIdx.x)
@@ -237,7 +282,7 @@ def run_schedule(spec, lengths, grid, **sizes):
         counts=np.full(2 * grid, -77, np.int64),
     )  # fmt: skip
     body = make_writer(schedule.make_schedule(spec, small))
-    nv.Emulator().launch(body, args, grid=grid, block=small.threads, shared_bytes=8 * entries, name="write_schedule")
+    nv.Emulator().launch(body, args, grid=grid, block=small.threads, shared_bytes=4 * entries, name="write_schedule")
     tables = args.table_out.reshape(grid, 2, -1)
     assert (tables == tables[0]).all(), "every block has the same table"
     assert (args.counts[:grid] == 0).all(), "a block went past the end of its share"
@@ -437,20 +482,27 @@ def test_balanced_leaves_fewer_states_than_blocks_and_units(kernel):
         assert sum(not s.direct for s in found.segments) < grid + found.units[-1]
 
 
-@each_kernel
-def test_long_lines_have_64_bit_positions(kernel):
-    """2^20 requests' worth of tiles without their buffers: MLA of 128 heads, the longest prefix, in numpy's int64."""
-    limits = {"max_requests": 2**14, "max_nodes": 64, "max_kv_len": 2**31 - 1, "sm_scale": 1.0}
-    spec = nv.VerifySpec.mla(128, **limits, kernel=kernel)
-    geometry = geometry_for(spec)
-    tiles = ceil_div(spec.max_kv_len, geometry.keys_per_tile)
-    items = spec.max_requests * geo.units_per_request(spec, geometry) * tiles
-    assert items > 2**31
-    with np.errstate(over="raise"):
-        for blocks in (np.int64(1), np.int64(2048)):
-            last = np.int64(items - 1)
-            assert block_of(np.int64(items), blocks, last) == blocks - 1
-            assert block_begin(np.int64(items), blocks, blocks) == items
+@each_split
+def test_more_items_than_int32_counts_are_refused(kernel, split):
+    """With the numbers; by the plan, and exactly where they begin."""
+    limits = {"max_nodes": 64, "max_kv_len": 2**31 - 1, "sm_scale": 1.0, "kernel": kernel, "split": split}
+    spec = nv.VerifySpec.mla(128, max_requests=2**14, **limits)
+    with pytest.raises(nv.ArgumentError, match=r"^spec: expected at most 2,147,483,647 tiles of keys in a launch, got"):
+        nv.VerifyPlan(replace(spec, max_requests=1000), device="emulator")
+    for kv_len in (2**31 - 1, 2**30, 1_000_003):
+        one = replace(spec, max_requests=1, max_kv_len=kv_len, max_nodes=1)
+        geometry = geometry_for(one)
+        each = geo.units_per_request(one, geometry) * ceil_div(kv_len, geometry.keys_per_tile)
+        most = INT32_MAX // each
+        geo.check_items(replace(one, max_requests=most), geometry)
+        with pytest.raises(nv.ArgumentError, match=rf"got {(most + 1) * each:,}: max_requests={most + 1} x "):
+            geo.check_items(replace(one, max_requests=most + 1), geometry)
+
+
+def test_any_preset_may_have_its_longest_line():
+    for name in presets.PRESETS:
+        spec = presets.preset(name)
+        geo.check_items(spec, geometry_for(spec))
 
 
 # ---- sizes
@@ -471,7 +523,7 @@ def test_workspace_holds_the_worst_batch_of_any_spec(kernel, split):
         splits = geo.max_splits(spec, geometry)
         tiles = ceil_div(spec.max_kv_len, geometry.keys_per_tile)
         assert 1 <= splits <= geo.MAX_SPLITS
-        chunks = ceil_div(tiles, int(chunk_tiles_of(tiles, splits)))
+        chunks = ceil_div(tiles, chunk_by_hand(tiles, splits))
         largest = units * chunks - 1 if split == "fixed" else (grid - 1) + (units - 1)
         partials = geo.num_partials(spec, geometry, grid)
         assert largest < partials
