@@ -42,15 +42,21 @@ def spec_of(dims, heads=8, **options):
 def shared_bytes_by_hand(spec):
     """16 query rows, 32 keys, their weights, states and float32 outputs, and the work table: bytes, written out.
 
-    The merge has the place of the tiles: 8 runs of 256 columns, and of one sum that takes a place of 16 bytes.
+    The merge has the place of the tiles: for each group of two warps 12 runs of 128 columns, and of (m, l) that take a
+    place of 16 bytes.
     """
     rows, keys = 16, 32
     q = rows * 2 * spec.head_dim_qk
     k = keys * (2 * spec.head_dim_qk + 4)  # a word of padding; fp8 is widened on the way in
     v = 0 if spec.shared_kv else keys * 2 * spec.head_dim_v
     weights, states, out = 4 * rows * keys, 4 * rows * 2, 4 * rows * spec.head_dim_v
-    merge = 8 * 4 * (256 + 4)
-    return max(q + k + v + weights + states + out, merge) + 2 * 8 * (spec.max_requests + 1)
+    merge = 2 * 12 * 4 * (128 + 4)
+    table = 2 * 4 * (spec.max_requests + 1)
+    return up_to_16(max(q + k + v + weights + states + out, merge)) + up_to_16(table)
+
+
+def up_to_16(num_bytes):
+    return -(-num_bytes // 16) * 16
 
 
 @pytest.mark.parametrize("dims", SHAPES.values(), ids=SHAPES.keys())
@@ -98,7 +104,8 @@ def test_shared_arrays_do_not_overlap(dims):
     ]
     for (begin, size), (following, _) in itertools.pairwise(ends):
         assert begin + size <= following
-    assert g.table_offset % 2 == 0, "the table is int64"
+    assert g.table_offset % 4 == 0, "the merge's scratch, and after it the table, are 16-byte aligned"
+    assert 4 * g.table_offset >= geometry.merge_scratch_bytes(g.warps)
     assert g.k_stride % 2 == 1 or spec.head_dim_qk % 4, "an odd stride has no bank conflicts"
 
 
