@@ -42,7 +42,6 @@ TOOLKIT_PIECES = {
     "libNVVM": ("load_nvidia_dynamic_lib", "nvvm"),
     "libdevice": ("find_bitcode_lib", "device"),
     "nvJitLink": ("load_nvidia_dynamic_lib", "nvJitLink"),
-    "libcudadevrt": ("find_static_lib", "cudadevrt"),
 }
 
 CUDA_ERROR_NO_DEVICE = 100
@@ -113,7 +112,6 @@ class Facts:
     numba_error: str | None = None  # what ``from numba import cuda`` raised
     toolkit: dict[str, str | None] = field(default_factory=dict)  # piece -> path
     toolkit_version: tuple[int, int] | None = None  # of nvJitLink
-    ptxas: str | None = None
     driver_error: str | None = None  # libcuda is missing, or cuInit failed
     driver_missing: bool = False  # there is no libcuda
     driver_code: int = 0  # of cuInit
@@ -222,16 +220,6 @@ def check_toolkit(facts: Facts) -> Finding:
         )
     version = f"{dotted(facts.toolkit_version)}: " if facts.toolkit_version else ""
     return Finding("CUDA toolkit", OK, version + ", ".join(TOOLKIT_PIECES))
-
-
-def check_ptxas(facts: Facts) -> Finding:
-    """ptxas, which only reports need: plans link with nvJitLink."""
-    if facts.ptxas is None:
-        package = "'cuda-toolkit[nvcc]==13.*'" if facts.extra == "cu13" else "nvidia-cuda-nvcc-cu12"
-        return Finding(
-            "ptxas", WARN, "not found; only some reports and tests of kernels need it", f"pip install {package}"
-        )
-    return Finding("ptxas", OK, facts.ptxas)
 
 
 def check_driver(facts: Facts) -> Finding:
@@ -428,7 +416,6 @@ CHECKS: tuple[Callable[[Facts], Finding], ...] = (
     check_numba,
     check_packages,
     check_toolkit,
-    check_ptxas,
     check_driver,
     check_driver_version,
     check_cupy,
@@ -454,15 +441,13 @@ def can_run(findings: list[Finding]) -> bool:
 
 def gather_facts() -> Facts:
     """Look at this machine.  Raises nothing."""
-    toolkit, ptxas = _find_toolkit()
     cupy_packages = _cupy_packages()
     return Facts(
         python=tuple(sys.version_info[:3]),
         versions={name: _version(name) for name in PACKAGES},
         numba_error=_import_error("numba.cuda"),
-        toolkit=toolkit,
+        toolkit=_find_toolkit(),
         toolkit_version=_toolkit_version(),
-        ptxas=ptxas,
         **_ask_driver(),  # type: ignore[arg-type]
         hardware=_find_hardware(),
         visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -509,11 +494,11 @@ def _import_error(module: str) -> str | None:
     return None
 
 
-def _find_toolkit() -> tuple[dict[str, str | None], str | None]:
+def _find_toolkit() -> dict[str, str | None]:
     try:
         import cuda.pathfinder as pathfinder
     except Exception:
-        return dict.fromkeys(TOOLKIT_PIECES), None
+        return dict.fromkeys(TOOLKIT_PIECES)
 
     def find(function: str, argument: str) -> str | None:
         try:
@@ -522,8 +507,7 @@ def _find_toolkit() -> tuple[dict[str, str | None], str | None]:
             return None
         return str(getattr(found, "abs_path", found)) if found else None
 
-    pieces = {piece: find(*how) for piece, how in TOOLKIT_PIECES.items()}
-    return pieces, find("find_nvidia_binary_utility", "ptxas")
+    return {piece: find(*how) for piece, how in TOOLKIT_PIECES.items()}
 
 
 def _toolkit_version() -> tuple[int, int] | None:

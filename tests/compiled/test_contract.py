@@ -23,7 +23,7 @@ TARGET = target_of("8.0")
 
 
 def compiled(body, parameters=PARAMETERS):
-    return compile_body(body, parameters, TARGET, launch_bounds=(128, 1))
+    return compile_body(body, parameters, TARGET, launch_bounds=(128, 1), cooperative=False)
 
 
 def tiny(args):
@@ -81,7 +81,8 @@ def test_entry_point_and_parameters(tiny_kernel):
     assert tiny_kernel.parameters == PARAMETERS
     assert not tiny_kernel.cooperative
     assert tiny_kernel.cubin[:4] == b"\x7fELF"
-    assert b"nbverify_tiny" in tiny_kernel.cubin
+    assert tiny_kernel.entry.encode() in tiny_kernel.cubin, "what the launcher asks for"
+    assert ".entry nbverify_tiny(" in tiny_kernel.ptx
 
 
 # ---- the entry point's parameter block

@@ -23,7 +23,6 @@ NO_GPU = Facts(
     versions={name: "1.0" for name in doctor.PACKAGES} | {"numpy": "2.4.6", "numba-cuda": "0.30.4"},
     toolkit=dict.fromkeys(doctor.TOOLKIT_PIECES, "/somewhere"),
     toolkit_version=(12, 9),
-    ptxas="/somewhere/ptxas",
     driver_missing=True,
     driver_error="no driver library",
 )

@@ -25,7 +25,6 @@ WITH_GPU = Facts(
     versions={name: "1.0" for name in doctor.PACKAGES} | {"numpy": "2.4.6", "numba-cuda": "0.30.4"},
     toolkit=dict.fromkeys(doctor.TOOLKIT_PIECES, "/somewhere"),
     toolkit_version=(12, 9),
-    ptxas="/somewhere/ptxas",
     driver_cuda=(13, 0),
     gpus=(RTX_PRO_6000,),
     hardware=("/dev/nvidia0",),
@@ -114,7 +113,13 @@ FAULTS = {
         ["libNVVM", "emulator"],
         "pip install 'numba-cuda[cu12]'",
     ),
-    "no ptxas": (replace(WITH_GPU, ptxas=None), "ptxas", WARN, ["not found"], "pip install 'cuda-toolkit[nvcc]==13.*'"),
+    "no linker, with a GPU": (
+        replace(WITH_GPU, toolkit=WITH_GPU.toolkit | {"nvJitLink": None}),
+        "CUDA toolkit",
+        FAIL,
+        ["nvJitLink"],
+        "pip install 'numba-cuda[cu13]'",
+    ),
     "no driver, but a GPU": (
         replace(WITH_GPU, **NO_DRIVER),
         "driver",
