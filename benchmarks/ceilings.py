@@ -69,7 +69,8 @@ def _sum(c: Any) -> Any:
 
 def compile_mma_loop(target: Target) -> CompiledKernel:
     """The loop for a target, with or without a GPU."""
-    return compile.compile_body(mma_loop, contract.parameters(SPEC), target, launch_bounds=(THREADS, BLOCKS_PER_SM))
+    parameters, bounds = contract.parameters(SPEC), (THREADS, BLOCKS_PER_SM)
+    return compile.compile_body(mma_loop, parameters, target, launch_bounds=bounds, cooperative=False)
 
 
 class MmaLoop:

@@ -26,6 +26,7 @@ import numpy as np
 import nbverify as nv
 from benchmarks.timing import ROOT, DeviceClock, Times, head, head_line, host_times, save
 from nbverify import compile, contract, launch, reference
+from nbverify.compile import CompiledKernel, Target
 from nbverify.demo import EPS32, rounding_bound, score_rounding, weight_spread
 from nbverify.presets import preset
 
@@ -36,6 +37,7 @@ LIMITS_S = {"plan, cached": 0.5, "plan, cold": 10.0}
 SHAPES = ((1, 8, 32_768), (1, 33, 32_768), (8, 8, 32_768), (8, 33, 32_768))  # requests, nodes, prefix
 HOST_SHAPE = (1, 8, 512)  # short, so that the queue does not fill
 ROWS_CHECKED = 3
+BARRIER_THREADS = 128
 
 CHILD = """
 import json, sys, time
@@ -136,7 +138,7 @@ def largest_error(rng: np.random.Generator, problem: Problem) -> float:
             [problem.slots[request], problem.drafts[request][others], [problem.drafts[request][node]]]
         )
         q, keys = float_of(problem.q_bits[row : row + 1]), float_of(problem.pool_bits[slots])
-        inputs = {
+        inputs: dict[str, Any] = {
             "q": q,
             "k_cache": keys,
             "kv_indptr": [0, len(slots) - 1],
@@ -161,21 +163,30 @@ def largest_error(rng: np.random.Generator, problem: Problem) -> float:
 # ---- host
 
 
-def empty_launch(stream: int) -> Callable[[], object]:
-    """The driver's part of a launch: a cooperative kernel of the same parameters that does nothing but its barrier."""
-    from numba import cuda
+def empty_launch(stream: int, arrivals: launch.DeviceBuffer) -> Callable[[], object]:
+    """The driver's part of a launch: a cooperative kernel of the same parameters that does nothing but its barrier.
 
-    def barrier(args):
-        cuda.cg.this_grid().sync()
-
-    parameters = contract.parameters(SPEC)
-    device = launch.Device(0)
-    compiled = compile.compile_body(barrier, parameters, compile.target_of(device.cc), launch_bounds=(128, 1))
-    kernel = launch.LoadedKernel(device, compiled, threads=128, shared_bytes=0)
-    block = launch.ParameterBlock(launch.ParameterLayout(parameters))
+    ``arrivals``: 4 bytes of zeros, the barrier's counter; they must outlive the launches.
+    """
+    device = arrivals.device
+    compiled = compile_barrier(compile.target_of(device.cc))
+    kernel = launch.LoadedKernel(device, compiled, threads=BARRIER_THREADS, shared_bytes=0)
+    block = launch.ParameterBlock(launch.ParameterLayout(contract.parameters(SPEC)))
+    block.set_array("arrivals", arrivals.pointer, 1, 4)
     config, call = kernel.launch_config(device.num_sms), launch.driver().cuLaunchKernelEx
     config.set_stream(stream)
     return lambda: call(config.config, kernel.function, block.address, 0)
+
+
+def compile_barrier(target: Target) -> CompiledKernel:
+    """A kernel that is nothing but the grid's barrier."""
+    from nbverify.reduce.grid_sync import grid_barrier
+
+    def barrier(args: Any) -> None:
+        grid_barrier(args)
+
+    bounds = (BARRIER_THREADS, 1)
+    return compile.compile_body(barrier, contract.parameters(SPEC), target, launch_bounds=bounds, cooperative=True)
 
 
 def measure_calls(plan: nv.VerifyPlan, pool_bits: np.ndarray, pool: Any) -> dict[str, Times]:
@@ -191,8 +202,9 @@ def measure_calls(plan: nv.VerifyPlan, pool_bits: np.ndarray, pool: Any) -> dict
     largest_error(rng, problem)
     stream, handle, sync = clock.stream, clock.stream.ptr, clock.stream.synchronize
     graph = clock.capture(bound.launch)
+    arrivals = launch.DeviceBuffer(launch.Device(0), 4, fill=0)
     times = {
-        "driver call alone": host_times(empty_launch(handle), sync),
+        "driver call alone": host_times(empty_launch(handle, arrivals), sync),
         "launch": host_times(lambda: bound.launch(handle), sync),
         "launch (CuPy stream object)": host_times(lambda: bound.launch(stream), sync),
         "graph replay (CuPy)": host_times(lambda: graph.launch(stream), sync),

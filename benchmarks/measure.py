@@ -6,6 +6,7 @@ tflop_s     the least FLOP / us;  mma_share: of the mma.sync loop measured in th
 limit_us    the larger of the two times that those ceilings allow (bound: "memory" or "tensor");  limit_share
 host_us, replay_us    what the host pays for a launch, and for a replay of the graph
 error       against float64: see check.Accuracy;  numpy_ms: see check.numpy_reference
+fragments   16 rows each, of all requests and KV heads: what the rows need;  row_tiles: of the plan's height
 padding     share of the row tiles' rows that no node needs
 """
 
@@ -21,7 +22,9 @@ from benchmarks.check import Expected, WrongResult, numpy_reference
 from benchmarks.problem import Pools, Problem, make_problem
 from benchmarks.shapes import NEW_TILE_LIMIT, Case, Claim, Shape
 from nbverify.errors import NbverifyError
+from nbverify.kernels.tiles import FRAG_ROWS, DeviceLimits, choose_tiles
 from nbverify.spec import VerifySpec
+from nbverify.tile_counts import wasted_mma
 
 PLANS_KEPT = 8  # workspaces of split="fixed" are hundreds of MB
 BUDGET_US = 500_000  # of device time for the repeats of one case: the plain kernel takes 30 ms a launch
@@ -214,6 +217,7 @@ def tiling(shape: Shape, plan: nv.VerifyPlan) -> dict[str, Any]:
     group = shape.num_q_heads // shape.num_kv_heads
     tiles = [shape.num_kv_heads * -(-n * group // rows) for n in shape.nodes]
     return {
+        "fragments": sum(shape.num_kv_heads * -(-n * group // FRAG_ROWS) for n in shape.nodes),
         "row_tile": rows,
         "key_tile": report.geometry.keys_per_tile,
         "row_tiles": sum(tiles),
@@ -232,20 +236,46 @@ def tiling(shape: Shape, plan: nv.VerifyPlan) -> dict[str, Any]:
 def judge(claim: Claim, measured: dict[str, Any], against: dict[str, Any] | None) -> dict[str, Any]:
     """A claim's row.  ``against``: the other case's row or a peer's entry; None or a failed one: nothing to compare."""
     other = claim.against if isinstance(claim.against, str) else claim.against.label
-    found: dict[str, Any] = {
-        "claim": claim.name, "measured": claim.measured.label, "against": other, "of": claim.of,
-        "limit": claim.limit, "at_least": claim.at_least or claim.of == "share", "ratio": None, "holds": None,
-    }  # fmt: skip
+    found = _unjudged(claim, other)
     reason = next((row["failed"] for row in (measured, against) if row and "failed" in row), None)
     if against is None or reason is not None:
         return {**found, "why_not": reason or "not measured"}
     if claim.of == "share":
-        found["ratio"] = measured["limit_share"] / against["limit_share"]
-        more_tiles = measured["row_tiles"] > against["row_tiles"]
-        found["new_row_tile"] = more_tiles or measured["row_tile"] != against["row_tile"]
+        found["figures"] = [measured["limit_share"], against["limit_share"]]
+        found["new_row_tile"] = any(measured[name] > against[name] for name in ("fragments", "row_tiles"))
         if found["new_row_tile"]:
             found["limit"] = min(claim.limit, NEW_TILE_LIMIT)
     else:
-        found["ratio"] = measured["us"]["p50"] / against["us"]["p50"]
+        found["figures"] = [measured["us"]["p50"], against["us"]["p50"]]
+    found["ratio"] = found["figures"][0] / found["figures"][1]
     found["holds"] = found["ratio"] >= found["limit"] if found["at_least"] else found["ratio"] <= found["limit"]
     return found
+
+
+def judge_waste(claim: Claim, limits: DeviceLimits) -> dict[str, Any]:
+    """The row of a claim of "waste": its figures are the rows of the mma, and those needed, of the worst tree.
+
+    Each number of nodes has the tile that a plan for so many has on a device with these limits.
+    """
+    if isinstance(claim.against, str):
+        raise TypeError(f"{claim.name}: against must be a case, got {claim.against!r}")
+    shape, found = claim.measured.shape, []
+    for nodes in range(shape.nodes[0], claim.against.shape.nodes[0] + 1):
+        spec = replace(claim.measured, shape=replace(shape, nodes=(nodes,) * shape.requests)).spec()
+        rows = nodes * spec.group
+        found.append((wasted_mma(choose_tiles(spec, limits), rows), rows, nodes))
+    waste, rows, nodes = max(found)
+    return {
+        **_unjudged(claim, f"to {found[-1][2]} nodes; worst {nodes}"),
+        "figures": [rows / (1 - waste), rows],
+        "ratio": waste,
+        "holds": waste <= claim.limit,
+    }
+
+
+def _unjudged(claim: Claim, against: str) -> dict[str, Any]:
+    return {
+        "claim": claim.name, "measured": claim.measured.label, "against": against, "of": claim.of,
+        "limit": claim.limit, "at_least": claim.at_least or claim.of == "share", "figures": None, "ratio": None,
+        "holds": None,
+    }  # fmt: skip

@@ -316,8 +316,10 @@ class Claim:
     """A ratio of two cases that must hold.
 
     ``of`` "time": measured / against, at most ``limit`` (at least, with ``at_least``).
-    ``of`` "share": the shares of their rooflines, at least ``limit``; less where ``measured`` begins another row tile,
-    see measure.py.  ``against`` may be the name of a peer, on the shape of ``measured``.
+    ``of`` "share": the shares of their rooflines, at least ``limit``; less where ``measured`` needs more row fragments
+    or row tiles, see measure.py.  ``against`` may be the name of a peer, on the shape of ``measured``.
+    ``of`` "waste": the share of mma rows that no query row needs, at most ``limit`` for any number of nodes from those
+    of ``measured`` to those of ``against``; follows from the planner's tiles, and nothing is measured.
     """
 
     name: str
@@ -332,6 +334,9 @@ NEIGHBOUR_LIMIT = 0.85
 NEW_TILE_LIMIT = 0.65
 TREE_TAX, SHUFFLE_TAX, CAPTURE_TAX, RAGGED_TAX, FIXED_TAX = 1.03, 1.05, 1.10, 1.10, 1.30
 FP8_GAIN = 1.5
+WASTE_LIMIT = 0.20
+WASTE_FROM_ROWS = 72  # that share keys: 9 nodes x 8 heads
+WASTE_TO_NODES = 65  # the most of MUST
 RAGGED = (4641, 45118, 1730, 1696)  # ThunderMLA's case
 
 
@@ -351,12 +356,12 @@ def side_claims(usual: Case, *, peers: bool) -> list[Claim]:
         return replace(usual, shape=shape, **changes)
 
     claims = []
-    wide = [mla(1, 8, 8, 32 * K), mla(1, 33, 8, 32 * K), mla(16, 17, 8, 8 * K), gqa(1, 8, 32, 8, 128, 32 * K),
+    wide = [mla(1, 8, 8, 32 * K), mla(1, 33, 8, 32 * K), mla(8, 8, 8, 32 * K), gqa(1, 8, 32, 8, 128, 32 * K),
             gqa(1, 33, 32, 8, 128, 32 * K)]  # fmt: skip
     for shape in wide:
         tree = usual.mask if usual.mask not in ("none", "causal") else "full"
         claims.append(Claim("tree mask against none", case(shape, mask=tree), case(shape, mask="none"), TREE_TAX))
-    for shape in (wide[0], mla(8, 8, 8, 32 * K), wide[3]):
+    for shape in (wide[0], wide[2], wide[3]):
         claims.append(Claim("shuffled slots", case(shape), case(shape, contiguous=True), SHUFFLE_TAX))
     for shape in (mla(1, 8, 8, 4 * K), gqa(1, 8, 32, 8, 128, 4 * K)):
         captured = case(shape, capture_prefix=256 * K)
@@ -370,6 +375,8 @@ def side_claims(usual: Case, *, peers: bool) -> list[Claim]:
     for goal in MUST:
         pair = (case(goal.shape, split="fixed"), case(goal.shape, split="balanced"))
         claims.append(Claim("fixed against balanced", *pair, FIXED_TAX))
+    if usual.spec().kernel == "mma":
+        claims += [Claim("mma rows wasted", case(few), case(many), WASTE_LIMIT, of="waste") for few, many in models()]
     if peers:
         for shape in (mla(1, 8, 8, K), mla(1, 64, 16, K), mla(32, 8, 8, K), gqa(1, 8, 32, 8, 128, K),
                       gqa(32, 8, 32, 8, 128, K)):  # fmt: skip
@@ -377,10 +384,23 @@ def side_claims(usual: Case, *, peers: bool) -> list[Claim]:
     return claims
 
 
+def models() -> list[tuple[Shape, Shape]]:
+    """One request of each model of the tables, with the fewest nodes that make WASTE_FROM_ROWS rows, and the most."""
+    found: dict[str, tuple[Shape, Shape]] = {}
+    for goal in MUST:
+        shape = replace(goal.shape, nodes=(1,), prefixes=goal.shape.prefixes[:1])
+        few = -(-WASTE_FROM_ROWS // (shape.num_q_heads // shape.num_kv_heads))
+        pair = replace(shape, nodes=(few,)), replace(shape, nodes=(WASTE_TO_NODES,))
+        found.setdefault(shape.heads_text, pair)
+    return list(found.values())
+
+
 def cases_of(claims: Sequence[Claim]) -> list[Case]:
-    """Each case once, in order of appearance."""
+    """Each case that must be measured once, in order of appearance."""
     found: dict[Case, None] = {}
     for claim in claims:
+        if claim.of == "waste":
+            continue
         found[claim.measured] = None
         if isinstance(claim.against, Case):
             found[claim.against] = None

@@ -130,23 +130,34 @@ def _peer(us: str, ratio: str, error: str, room: int) -> str:
 
 # ---- claims
 
+# What the two figures of a claim are, by what it is of.
+FIGURES: dict[str, Callable[[float], str]] = {
+    "time": lambda us: f"{number(us)} us",
+    "share": lambda share: f"{percent(share)} %",  # of the time that the roofline allows
+    "waste": lambda rows: f"{rows:.1f} rows",
+}
+
 
 def claim_lines(claims: Sequence[Row]) -> list[str]:
-    """Name, the two cases, ratio, limit, verdict."""
+    """A line a claim: name, the two cases, their figures, ratio, limit, met or not."""
     wide = max([8, *(len(claim["measured"]) for claim in claims)])
     other = max([7, *(len(claim["against"]) for claim in claims)])
-    lines = [f"{'claim':26}  {'measured':{wide}}  {'against':{other}}  | {'ratio':>6}  {'limit':>7}"]
+    lines = [
+        f"{'claim':26}  {'measured':{wide}}  {'against':{other}}  | {'measured':>10}  {'against':>10}  "
+        f"| {'ratio':>6}  {'limit':>7}  met"
+    ]
     for claim in claims:
-        sign = ">=" if claim["at_least"] else "<="
         what = f"{claim['claim']:26}  {claim['measured']:{wide}}  {claim['against']:{other}}  | "
         if claim["ratio"] is None:
-            lines.append(what + f"{'-':>6}  {claim['why_not']}")
+            lines.append(what + f"{'-':>10}  {'-':>10}  | {'-':>6}  {claim['why_not']}")
             continue
-        of = " of the roofline's share" if claim["of"] == "share" else ""
+        first, second = (FIGURES[claim["of"]](figure) for figure in claim["figures"])
+        limit = f"{'>=' if claim['at_least'] else '<='} {claim['limit']:4.2f}"
         new_tile = ", a row tile begins" if claim.get("new_row_tile") else ""
-        held = "ok" if claim["holds"] else "OVER" if sign == "<=" else "UNDER"
-        lines.append(what + f"{claim['ratio']:6.3f}  {sign} {claim['limit']:4.2f}  {held}{of}{new_tile}")
-    return lines
+        held = "yes" if claim["holds"] else "NO"
+        lines.append(what + f"{first:>10}  {second:>10}  | {claim['ratio']:6.3f}  {limit}  {held}{new_tile}")
+    judged = [claim["holds"] for claim in claims if claim["holds"] is not None]
+    return [*lines, f"{judged.count(True)} of {len(claims)} claims met"]
 
 
 # ---- CSV

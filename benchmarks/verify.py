@@ -4,6 +4,7 @@
     python -m benchmarks.verify --preset qwen3-8b --nodes 8,33 --prefix 4k,32k
     python -m benchmarks.verify --heads 8 --nodes 8 --prefix 4641,45118 --ragged
     python -m benchmarks.verify --suite must --peers --json       the tables the kernel is judged by; other kernels too
+    python -m benchmarks.verify --suite neighbours,claims --json  what it promises beside them, a line each
 
 Lists multiply out.  Every time is that of a graph replay with a cold L2 cache, shuffled slots at page size 1 and a
 random tree, on a result that was compared with float64.  ``nbverify bench`` is the same.  The columns: measure.py.
@@ -23,11 +24,12 @@ from typing import Any
 
 from benchmarks import peers as peers_module
 from benchmarks import shapes, table
-from benchmarks.measure import Session, judge, timed
+from benchmarks.measure import Session, judge, judge_waste, timed
 from benchmarks.shapes import Case, Claim, Goal, Shape
 from benchmarks.timing import RESULTS, head_line, record_name
 from nbverify import presets
 from nbverify.errors import ArgumentError, NbverifyError
+from nbverify.kernels.tiles import limits_of
 from nbverify.spec import DTYPES, KERNELS, KV_DTYPE_FP8, REDUCTIONS, SPLITS, Mask
 
 SUITES = ("must", "neighbours", "claims")
@@ -51,7 +53,7 @@ def build_parser(prog: str = "python -m benchmarks.verify") -> argparse.Argument
         type=_suites,
         metavar="NAME[,NAME]",
         help="must: the tables of goals; neighbours: one node more, one head less, 10 %% longer than those; "
-        "claims: tree tax, shuffled slots, ragged batches, fp8, fixed splits ...",
+        "claims: tree tax, shuffled slots, ragged batches, fp8, fixed splits, rows wasted ...",
     )
     what.add_argument("--preset", type=_presets, metavar="NAME[,NAME]", help=f"of {', '.join(presets.PRESETS)}")
     what.add_argument("--heads", type=_sizes, metavar="N[,N]", help="query heads: a shape of your own")
@@ -239,8 +241,8 @@ def run(options: argparse.Namespace, arguments: list[str], make_device: Callable
     if options.peers is not None:
         run_peers(session, work.with_peers, folder, record, keep)
         clock.lap("peers")
-    del record["running"]
-    record["claims"] = [judge(claim, session.row(claim.measured), against_of(session, claim)) for claim in claims]
+    record.pop("running", None)  # there is none where nothing was measured
+    record["claims"] = [judged_claim(session, claim, record["head"]["sm"]) for claim in claims]
     if claims:
         show("")
         for text in table.claim_lines(record["claims"]):
@@ -264,6 +266,14 @@ def goals_apply(options: argparse.Namespace) -> bool:
     """They are for bfloat16, balanced splits and a tree mask."""
     sixteen_bits = options.dtype == "bfloat16" and options.kv_dtype in (None, "bfloat16")
     return sixteen_bits and options.split == "balanced" and Mask(options.mask).reads_buffer
+
+
+def judged_claim(session: Session, claim: Claim, cc: str) -> dict[str, Any]:
+    """The row of a claim, on a device of this compute capability."""
+    if claim.of == "waste":
+        major, _, minor = cc.partition(".")
+        return judge_waste(claim, limits_of((int(major), int(minor))))
+    return judge(claim, session.row(claim.measured), against_of(session, claim))
 
 
 def against_of(session: Session, claim: Claim) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbverify.kernels.tiles import MmaGeometry, choose_tiles, limits_of
-from nbverify.spec import VerifySpec
+from nbverify.spec import KV_DTYPE_FP8, VerifySpec
 
 TARGETS = ("8.0", "9.0", "12.0")  # sm_80, sm_90a, sm_120a
 KIMI_SM_SCALE = 0.144680  # presets.py says from what; runtime parameters do not change a tile
@@ -38,6 +38,8 @@ SPECS: dict[str, dict[str, VerifySpec]] = {
     "gqa128": {f"gqa128-{nodes}": _gqa(32, 8, 128, nodes) for nodes in (1, 8, 17, 33)},
     "mha192": {f"mha192-{nodes}": _gqa(16, 16, 192, nodes, head_dim_v=128) for nodes in (8, 65)},
     "gqa256": {f"gqa256-{nodes}": _gqa(8, 4, 256, nodes) for nodes in (8, 33)},
+    "mla-fp8": {f"mla-fp8-{nodes}": _mla(nodes, kv_dtype=KV_DTYPE_FP8) for nodes in (1, 4, 6, 33)},
+    "gqa128-fp8": {f"gqa128-fp8-{nodes}": _gqa(32, 8, 128, nodes, kv_dtype=KV_DTYPE_FP8) for nodes in (8, 33)},
 }
 
 

@@ -166,7 +166,8 @@ def limit_us(spec: VerifySpec, batch: Batch, chip: Chip) -> float:
     rows = batch.requests * batch.nodes * spec.num_q_heads
     flop = 2 * rows * keys * widths
     row_elements = spec.num_kv_heads * (spec.head_dim_qk if spec.shared_kv else widths)
-    num_bytes = 2 * (batch.requests * keys * row_elements + rows * widths)
+    kv_itemsize = 1 if spec.is_fp8 else 2
+    num_bytes = batch.requests * keys * row_elements * kv_itemsize + 2 * rows * widths
     return max(num_bytes / (1e3 * chip.read_gb_s), flop / (1e6 * chip.mma_tflop_s))
 
 

@@ -1,20 +1,30 @@
 """What a tile of keys costs a block of the tensor-core kernel: instructions and bytes, from the geometry alone.
 
-``counts_of`` is the tile as it runs; ``ptx_counts`` is the program as it is written, where a loop's body stands once.
-The compiled tests compare the second with the PTX, so a walk that multiplies more, or loads more, than is said here
-does not pass.  Where a change to a walk makes them differ on purpose, this is the place to say what it does now.
+``counts_of`` is the tile as it runs; ``ptx_counts`` is the program as it is written, where a loop's body stands once,
+and ``copy_counts`` the same of what a fetch is made of, which the compiler may repeat.  The compiled tests compare them
+with the PTX, so a walk that multiplies more, or loads more, than is said here does not pass.  Where a change to a walk
+makes them differ on purpose, this is the place to say what it does now.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from nbverify.kernels.geometry import WARP
-from nbverify.kernels.tiles import FRAG_KEYS, MmaGeometry
-from nbverify.spec import VerifySpec
+from nbverify.kernels.tiles import FRAG_KEYS, FRAG_ROWS, MmaGeometry
 
 SM_QUARTERS = 4  # schedulers of an SM, each with its tensor core; warp w of a block is in quarter w % 4
 LDMATRIX_BYTES = WARP * 16  # ldmatrix.x4: four matrices of 8 rows of 16 bytes
+COPY_BYTES = 16  # of a cp.async
+FRAGMENT_BYTES = WARP * 16  # a lane's four registers of an operand, as it is kept in shared memory
+# What the copies of a walk are made of: class -> the PTX opcode.
+COPY_CLASSES = {
+    "row copies": r"cp\.async\.cg\.shared\.global",  # 16 bytes of a key, a value or a query
+    "index copies": r"cp\.async\.ca\.shared\.global",  # 4 bytes of an index list
+    "waits for copies": r"cp\.async\.wait_group",
+    "16-byte shared loads": r"ld\.shared\.v4\.u32",
+}
 
 
 @dataclass(frozen=True)
@@ -29,13 +39,18 @@ class TileCounts:
 
 
 def score_ldmatrix(tiles: MmaGeometry) -> int:
-    """ldmatrix of a warp for the scores of a tile: two n8 tiles of keys each, and queries that have no register."""
-    return tiles.query_steps * (tiles.key_frags // 2) + tiles.query_rest
+    """ldmatrix of a warp for the scores of a tile: 16 keys x 16 columns each."""
+    return tiles.query_steps * (tiles.key_frags // 2)
 
 
 def value_ldmatrix(tiles: MmaGeometry) -> int:
     """ldmatrix of a warp for the output of a tile: 16 keys x 16 columns each, for all its row fragments."""
     return tiles.team_keys // FRAG_KEYS * (tiles.value_frags // 2)
+
+
+def weight_loads(tiles: MmaGeometry) -> int:
+    """16-byte loads of a value warp for the weights of a tile; teams keep theirs in registers."""
+    return tiles.team_keys // FRAG_KEYS * tiles.row_frags if tiles.has_roles else 0
 
 
 def counts_of(tiles: MmaGeometry, frags: int | None = None) -> TileCounts:
@@ -45,30 +60,71 @@ def counts_of(tiles: MmaGeometry, frags: int | None = None) -> TileCounts:
     """
     most = tiles.row_frags * tiles.row_teams
     frags = most if frags is None else min(frags, most)
-    mma, ldmatrix = [0] * SM_QUARTERS, 0
+    mma, ldmatrix, rest_loads = [0] * SM_QUARTERS, 0, 0
     for warp in range(tiles.warps):
         is_value_warp = tiles.has_roles and warp >= tiles.row_frags
         fragment = warp if tiles.has_roles else warp % tiles.row_teams
         if not is_value_warp and fragment < frags:
             mma[warp % SM_QUARTERS] += tiles.score_mma
             ldmatrix += score_ldmatrix(tiles)
+            rest_loads += tiles.query_rest
         if is_value_warp or (not tiles.has_roles and fragment < frags):
             mma[warp % SM_QUARTERS] += tiles.value_mma
             ldmatrix += value_ldmatrix(tiles)
     pool_bytes = tiles.keys_per_tile * (tiles.k_row_bytes + tiles.v_row_bytes)
+    # An fp8 tile arrives as it is in the pool, and is read once and written again twice as wide.
+    arriving_bytes = pool_bytes * (4 if tiles.raw_stages else 1)
     # With roles P is written once and read by every value warp.
     weights = tiles.weights_bytes * (1 + tiles.value_warps)
-    return TileCounts(sum(mma), max(mma), ldmatrix, ldmatrix * LDMATRIX_BYTES + pool_bytes + weights, pool_bytes)
+    shared_bytes = ldmatrix * LDMATRIX_BYTES + rest_loads * FRAGMENT_BYTES + arriving_bytes + weights
+    return TileCounts(sum(mma), max(mma), ldmatrix, shared_bytes, pool_bytes)
 
 
-def ptx_counts(spec: VerifySpec, tiles: MmaGeometry) -> tuple[int, int]:
+def wasted_mma(tiles: MmaGeometry, rows: int) -> float:
+    """Share of the mma rows that no query row needs, where ``rows`` query rows (nodes x heads of a group) share keys.
+
+    Of all mma of the rows' tiles for a tile of keys, scores and outputs: what rounding up to fragments of 16 rows, and
+    for value warps to whole row tiles, makes of them.
+    """
+    full, left = divmod(rows, tiles.rows_per_tile)
+    issued = full * counts_of(tiles).mma
+    if left:
+        issued += counts_of(tiles, -(-left // FRAG_ROWS)).mma
+    return 1 - rows / tiles.rows_per_tile * counts_of(tiles).mma / issued
+
+
+def ptx_counts(tiles: MmaGeometry) -> tuple[int, int]:
     """(mma, ldmatrix) in the PTX of the kernel that walks keys.
 
-    The scores stand once.  The output stands twice, for tiles that every row sees and for checked ones, unless every
-    tile is checked (values.py).  With V apart, a checked tile may also have to add values that are not finite: two more
-    mma where there is one.
+    The scores stand once, and before them the queries of a segment, which pass through the ring.  With roles the
+    output stands once too: for checked tiles values are cleaned in place.  With teams it stands twice, for tiles that
+    every row sees and for checked ones, also where every tile is checked.  With V apart these may also have to add
+    values that are not finite: two more mma where there is one.
     """
-    always_checked = spec.score_mod is not None or not spec.prefix_visible
-    copies = 1 if always_checked else 2
-    values = tiles.value_mma * (copies + (2 if tiles.separate_v else 0))
-    return tiles.score_mma + values, score_ldmatrix(tiles) + copies * value_ldmatrix(tiles)
+    copies = 1 if tiles.has_roles else 2
+    repairs = 2 if tiles.separate_v and not tiles.has_roles else 0
+    mma = tiles.score_mma + (copies + repairs) * tiles.value_mma
+    return mma, tiles.query_steps + score_ldmatrix(tiles) + copies * value_ldmatrix(tiles)
+
+
+def copy_instructions(ptx: str) -> dict[str, int]:
+    """PTX instructions of COPY_CLASSES by class."""
+    return {name: len(re.findall(rf"^\s*{pattern}\b", ptx, re.M)) for name, pattern in COPY_CLASSES.items()}
+
+
+def copy_counts(tiles: MmaGeometry, index_copies: int, waits: int) -> dict[str, int]:
+    """Row copies and 16-byte shared loads in the PTX, for so many index copies and waits.
+
+    A fetch stands in the program twice, or more often where the compiler unrolls the loop that fills the ring; each
+    has an index copy a pass, and of fp8 a wait, as each part of the queries has one.  Row copies: the queries', and all
+    of K and V beside each index copy.  Loads: queries without a register, the weights, the flags and what is cleaned
+    (roles), and rows that are widened (fp8).
+    """
+    steps = (tiles.k_row_bytes + tiles.v_row_bytes) // (COPY_BYTES * tiles.copy_lanes)
+    widened = waits - tiles.staging_parts if tiles.raw_stages else 0
+    wide_rows = widened * tiles.copy_passes * (2 if tiles.separate_v else 1)
+    for_values = weight_loads(tiles) + 2 if tiles.has_roles else 0
+    return {
+        "row copies": tiles.query_steps + index_copies * steps,
+        "16-byte shared loads": tiles.query_rest + for_values + wide_rows,
+    }

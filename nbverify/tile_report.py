@@ -19,7 +19,7 @@ from nbverify.kernels.tiles import MmaGeometry, choose_tiles, limits_of
 from nbverify.model import Batch
 from nbverify.report import kernel_reports
 from nbverify.spec import VerifySpec
-from nbverify.tile_counts import counts_of, ptx_counts
+from nbverify.tile_counts import copy_counts, copy_instructions, counts_of, ptx_counts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +67,9 @@ def row_of(configuration: Configuration, progress: Callable[[str], None] | None 
     cc = (target.major, target.minor)
     (report,) = kernel_reports(spec, tiles, kernels, cc, debug=False, cached=True, seconds=0.0)
     counts = counts_of(tiles)
-    mma, ldmatrix = ptx_counts(spec, tiles)
+    mma, ldmatrix = ptx_counts(tiles)
+    copies = copy_instructions(kernels[0].ptx)
+    expected = copy_counts(tiles, copies["index copies"], copies["waits for copies"])
     shape = {name: value for name, value in dataclasses.asdict(tiles).items() if name not in NOT_IN_A_ROW}
     kept = {name: value for name, value in report.items() if name not in NOT_IN_A_ROW}
     return {
@@ -82,8 +84,14 @@ def row_of(configuration: Configuration, progress: Callable[[str], None] | None 
         "ldmatrix_per_tile": counts.ldmatrix,
         "shared_bytes_per_tile": counts.shared_bytes,
         "pool_bytes_per_tile": counts.pool_bytes,
-        "expected": {"mma": mma, "ldmatrix": ldmatrix, "dynamic_shared_bytes": tiles.shared_bytes(spec.max_requests)},
+        "expected": {
+            "mma": mma,
+            "ldmatrix": ldmatrix,
+            **expected,
+            "dynamic_shared_bytes": tiles.shared_bytes(spec.max_requests),
+        },
         **kept,
+        "instructions": {**report["instructions"], **copies},
     }
 
 

@@ -278,7 +278,29 @@ def test_claims_are_measured_and_shown(capsys, monkeypatch, tmp_path):
     assert [claim["holds"] for claim in record["claims"]] == [True, True, False]
     assert len(record["rows"]) == 4 and len([t for t in device.log if t.startswith("plan")]) == 4
     assert "plan 43" in device.log  # its workspace holds the 40 of the capture
-    assert "1.000  >= 1.50  UNDER" in text and "1 do not hold: fp8 cache: 1 x 3 x 2/1 x 64, 8" in text
+    assert [claim["figures"] for claim in record["claims"]] == [[24.5, 24.5]] * 3
+    assert record["head"]["source_hash"] == source_hash()
+    fp8 = next(line for line in text.splitlines() if line.startswith("fp8 cache"))
+    assert fp8.split("|")[1].split() == ["24.5", "us", "24.5", "us"]
+    assert fp8.split("|")[2].split() == ["1.000", ">=", "1.50", "NO"]
+    assert "2 of 3 claims met" in text and "1 do not hold: fp8 cache: 1 x 3 x 2/1 x 64, 8" in text
+
+
+def test_rows_wasted_are_claimed_without_being_measured(capsys, monkeypatch):
+    case = replace(TINY_CASE, kernel="mma")
+    more = replace(case, shape=replace(case.shape, nodes=(8,)))
+    claims = [shapes.Claim("mma rows wasted", case, more, limit, of="waste") for limit in (0.7, 0.5)]
+    monkeypatch.setattr(shapes, "side_claims", lambda usual, peers: claims)
+    device = HostDevice("NVIDIA H200")
+    code, text = run(capsys, "--suite", "claims", device=device)
+    assert code == 1 and device.log == ["precompile 0"]
+    # 3 nodes x 2 heads fill 6 of 16 rows.
+    lines = [line for line in text.splitlines() if line.startswith("mma rows wasted")]
+    assert all("  to 8 nodes; worst 3  |" in line for line in lines)
+    assert [[part.split() for part in line.split("|")[1:]] for line in lines] == [
+        [["16.0", "rows", "6.0", "rows"], ["0.625", "<=", "0.70", "yes"]],
+        [["16.0", "rows", "6.0", "rows"], ["0.625", "<=", "0.50", "NO"]],
+    ]
 
 
 def test_a_graph_captured_at_other_lengths_gives_the_result_of_its_own():
@@ -497,6 +519,28 @@ def made_up_record() -> dict:
               "sdpa": "torch gather + SDPA"}  # fmt: skip
     return {"benchmark": "verify", "suite": "must", "complete": True, "head": HostDevice("NVIDIA H200").head(0, None),
             "ceilings": CEILINGS, "rows": rows, "claims": [], "peers": {"titles": titles, "missing": {}}}  # fmt: skip
+
+
+def test_the_table_of_claims():
+    """Name, cases, the two figures, ratio, limit, met or not; in columns."""
+    usual = {"measured": "1 x 9 x 8, 4k", "against": "1 x 8 x 8, 4k", "at_least": False, "of": "time", "limit": 1.03}
+    lines = table.claim_lines([
+        {**usual, "claim": "tree mask against none", "figures": [10.4, 10.0], "ratio": 1.04, "holds": False},
+        {**usual, "claim": "one node more", "of": "share", "at_least": True, "limit": 0.65, "figures": [0.30, 0.40],
+         "ratio": 0.75, "holds": True, "new_row_tile": True},
+        {**usual, "claim": "mma rows wasted", "of": "waste", "limit": 0.2, "figures": [87.5, 72], "ratio": 0.177,
+         "holds": True},
+        {**usual, "claim": "fp8 cache", "figures": None, "ratio": None, "holds": None, "why_not": "not measured"},
+    ])  # fmt: skip
+    assert [[" ".join(part.split()) for part in line.split("|")] for line in lines] == [
+        ["claim measured against", "measured against", "ratio limit met"],
+        ["tree mask against none 1 x 9 x 8, 4k 1 x 8 x 8, 4k", "10.4 us 10.0 us", "1.040 <= 1.03 NO"],
+        ["one node more 1 x 9 x 8, 4k 1 x 8 x 8, 4k", "30.0 % 40.0 %", "0.750 >= 0.65 yes, a row tile begins"],
+        ["mma rows wasted 1 x 9 x 8, 4k 1 x 8 x 8, 4k", "87.5 rows 72.0 rows", "0.177 <= 0.20 yes"],
+        ["fp8 cache 1 x 9 x 8, 4k 1 x 8 x 8, 4k", "- -", "- not measured"],
+        ["2 of 4 claims met"],
+    ]
+    assert len({tuple(i for i, c in enumerate(line) if c == "|") for line in lines[:-1]}) == 1
 
 
 def test_the_table_of_peers():

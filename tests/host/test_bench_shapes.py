@@ -6,8 +6,10 @@ import pytest
 
 import nbverify as nv
 from benchmarks import shapes, verify
-from benchmarks.measure import judge, rates, specs_of
+from benchmarks.measure import judge, judge_waste, rates, specs_of
 from benchmarks.shapes import MUST, Case, gqa, mla
+from nbverify.configurations import TARGETS
+from nbverify.kernels.tiles import choose_tiles, limits_of
 
 H200 = {"read_gb_s": 4360.0, "mma_tflop_s": 605.0}  # what the issue's limits were computed with
 
@@ -193,8 +195,44 @@ def test_every_claim_compares_two_cases_that_differ_in_what_it_says():
     assert "never slower than Triton" not in {claim.name for claim in work_of("--suite", "claims").claims}
 
 
+def test_pairs_have_the_shape_of_each_other_and_differ_in_one_thing():
+    """But for neighbours and wasted rows, which are about the shape."""
+    names = ["num_q_heads", "num_kv_heads", "head_dim_qk", "head_dim_v", "shared_kv", "nodes", "prefixes", "sm_scale"]
+    for claim in work_of("--suite", "claims", "--kernel", "mma").claims:
+        if claim.of == "waste":
+            continue
+        a, b = claim.measured, claim.against
+        shape = [name for name in names if getattr(a.shape, name) != getattr(b.shape, name)]
+        case = [name for name in ("dtype", "kv_dtype", "mask", "split", "reduction", "kernel", "contiguous",
+                                  "capture_prefix") if getattr(a, name) != getattr(b, name)]  # fmt: skip
+        assert len(shape + case) == 1 and shape in ([], ["prefixes"])
+        assert sum(a.shape.prefixes) == sum(b.shape.prefixes)
+
+
+def test_the_limits_of_the_claims():
+    limits = {
+        claim.name: (claim.limit, claim.at_least) for claim in work_of("--suite", "claims", "--kernel", "mma").claims
+    }
+    assert limits == {
+        "tree mask against none": (1.03, False), "shuffled slots": (1.05, False),
+        "graph captured at 256k": (1.10, False), "ragged batch": (1.10, False), "fp8 cache": (1.5, True),
+        "fixed against balanced": (1.3, False), "mma rows wasted": (0.20, False),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("cc", [(8, 0), (9, 0), (12, 0)], ids=str)
+def test_all_claims_take_two_rounds_of_sixteen_compilers_at_most(cc):
+    """Shapes that differ in lengths only share a kernel; each is compiled once."""
+    specs, refused = specs_of(work_of("--suite", "neighbours,claims", "--kernel", "mma").cases)
+    kernels = {(spec.compile_key, choose_tiles(spec, limits_of(cc))) for spec in specs.values()}
+    assert not refused and len(kernels) <= 32
+
+
+# ---- judging
+
+
 def row(us: float, **more) -> dict:
-    return {"us": {"p50": us}, "limit_share": 10 / us, "row_tiles": 1, "row_tile": 64, **more}
+    return {"us": {"p50": us}, "limit_share": 10 / us, "fragments": 4, "row_tiles": 1, "row_tile": 64, **more}
 
 
 def test_judging():
@@ -204,11 +242,53 @@ def test_judging():
     assert [judge(fp8, row(us), row(100))["holds"] for us in (149, 151)] == [False, True]
     neighbour = work_of("--suite", "neighbours").claims[0]
     assert [judge(neighbour, row(us), row(100))["holds"] for us in (117, 118)] == [True, False]  # shares, 0.85
-    wider = judge(neighbour, row(150, row_tiles=2), row(100))
-    assert (wider["new_row_tile"], wider["limit"], wider["holds"]) == (True, 0.65, True)
+    assert judge(neighbour, row(117), row(100))["figures"] == pytest.approx([10 / 117, 0.1])
+    for more in ({"row_tiles": 2}, {"fragments": 5}):
+        wider = judge(neighbour, row(150, **more), row(100))
+        assert (wider["new_row_tile"], wider["limit"], wider["holds"]) == (True, 0.65, True)
+        assert judge(neighbour, row(155, **more), row(100))["holds"] is False
+    # Less than before, or a tile of another height for as many fragments, is no excuse.
+    for more in ({"fragments": 3, "row_tile": 48}, {"row_tile": 128}):
+        assert judge(neighbour, row(118, **more), row(100))["holds"] is False
     failed = judge(tax, row(1), {"failed": "CompileError: no"})
     assert (failed["holds"], failed["ratio"], failed["why_not"]) == (None, None, "CompileError: no")
     assert judge(tax, row(1), None)["why_not"] == "not measured"
+
+
+def limits_named(cc: str):
+    major, _, minor = cc.partition(".")
+    return limits_of((int(major), int(minor)))
+
+
+def test_models_have_as_many_rows_as_9_nodes_of_8_heads():
+    assert [(few.label, many.nodes) for few, many in shapes.models()] == [
+        ("1 x 9 x 8, 4k", (65,)), ("1 x 5 x 16, 32k", (65,)), ("1 x 18 x 32/8 x 128, 4k", (65,)),
+        ("1 x 9 x 32/4 x 128, 8k", (65,)), ("1 x 24 x 9/3 x 64, 2k", (65,)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("cc", TARGETS)
+def test_a_fifth_of_the_mma_rows_is_wasted_at_most(cc, kv_dtype):
+    """Closed form, of the tiles that the planner chooses."""
+    claims = work_of("--suite", "claims", "--kernel", "mma", "--kv-dtype", kv_dtype).claims
+    found = [judge_waste(claim, limits_named(cc)) for claim in claims if claim.of == "waste"]
+    assert len(found) == 5
+    assert [claim for claim in found if not claim["holds"]] == []
+
+
+def test_waste_by_hand():
+    """72 rows in two tiles of 48: the scores of 5 fragments, and the outputs of 6."""
+    nine = Case(mla(1, 9, 8, 4096), kernel="mma")
+    assert choose_tiles(nine.spec(), limits_named("9.0")).rows_per_tile == 48
+    found = judge_waste(shapes.Claim("mma rows wasted", nine, nine, 0.17, of="waste"), limits_named("9.0"))
+    issued = (5 * 16 * 576 + 6 * 16 * 512) / (576 + 512)
+    assert found["figures"] == pytest.approx([issued, 72]) and found["ratio"] == pytest.approx(1 - 72 / issued)
+    assert (found["holds"], found["against"]) == (False, "to 9 nodes; worst 9")
+
+
+def test_wasted_rows_are_those_of_tensor_cores():
+    assert {claim.of for claim in work_of("--suite", "claims", "--kernel", "simt").claims} == {"time"}
 
 
 def test_cases_of_a_model_share_a_plan():

@@ -12,7 +12,15 @@ from nbverify import model, tile_report
 from nbverify.configurations import SPECS, TARGETS, configurations
 from nbverify.kernels.tiles import SHARED_BYTES, choose_tiles, limits_of
 from nbverify.model import Batch, Latency
-from nbverify.tile_counts import counts_of, ptx_counts, score_ldmatrix, value_ldmatrix
+from nbverify.tile_counts import (
+    copy_counts,
+    copy_instructions,
+    counts_of,
+    ptx_counts,
+    score_ldmatrix,
+    value_ldmatrix,
+    wasted_mma,
+)
 
 H200, RTX = model.CHIPS["9.0"], model.CHIPS["12.0"]
 ALL = [pytest.param(one, id=f"{one.name} {one.cc}") for cc in TARGETS for one in configurations(cc)]
@@ -33,7 +41,10 @@ def test_a_tile_has_the_products_that_its_shape_needs(configuration):
 
 @pytest.mark.parametrize("configuration", ALL)
 def test_a_tile_reads_each_operand_from_shared_memory_once_a_warp(configuration):
-    """K once a score warp with its queries' rest, V's columns once a value warp; P goes through with roles."""
+    """K once a score warp with its queries' rest, V's columns once a value warp; P goes through with roles.
+
+    An fp8 tile goes through twice more: read as it came, and written as 16-bit numbers.
+    """
     tiles = configuration.tiles
     k_bytes = tiles.team_keys * 2 * tiles.head_dim_qk
     v_bytes = tiles.team_keys * 2 * tiles.head_dim_v
@@ -45,7 +56,8 @@ def test_a_tile_reads_each_operand_from_shared_memory_once_a_warp(configuration)
         through = tiles.warps * (k_bytes + v_bytes + rest_bytes)
     fill = tiles.keys_per_tile * (tiles.k_row_bytes + tiles.v_row_bytes)
     assert counts_of(tiles).pool_bytes == fill
-    assert counts_of(tiles).shared_bytes == through + fill
+    widened = fill + 2 * fill if tiles.cache_bytes == 1 else 0
+    assert counts_of(tiles).shared_bytes == through + fill + widened
 
 
 @pytest.mark.parametrize("configuration", ALL)
@@ -59,21 +71,57 @@ def test_fragments_without_rows_multiply_no_scores(configuration):
 
 
 def test_ptx_counts():
-    """Scores once, output once or twice, and the repair of values that are not finite where V is apart."""
+    """Queries, scores, and output: once with roles, twice with teams and there with repairs where V is apart."""
     limits = limits_of((12, 0))
-    mla, gqa = SPECS["mla"]["mla-33"], SPECS["gqa128"]["gqa128-33"]
-    tiles = choose_tiles(mla, limits)
-    score, value = (tiles.score_mma, score_ldmatrix(tiles)), (tiles.value_mma, value_ldmatrix(tiles))
-    assert ptx_counts(mla, tiles) == (score[0] + 2 * value[0], score[1] + 2 * value[1])
-    assert ptx_counts(replace(mla, prefix_visible=False), tiles) == (score[0] + value[0], score[1] + value[1])
-    tiles = choose_tiles(gqa, limits)
-    assert ptx_counts(gqa, tiles)[0] == tiles.score_mma + 4 * tiles.value_mma
-    assert ptx_counts(replace(gqa, score_mod=lambda s, b, h, i, j: s), tiles)[0] == (
-        tiles.score_mma + 3 * tiles.value_mma
-    )
+    tiles = choose_tiles(SPECS["mla"]["mla-33"], limits)
+    assert tiles.has_roles and ptx_counts(tiles) == (
+        tiles.score_mma + tiles.value_mma, 36 + score_ldmatrix(tiles) + value_ldmatrix(tiles),
+    )  # fmt: skip
+    tiles = choose_tiles(SPECS["gqa128"]["gqa128-33"], limits)
+    ldmatrix = 8 + score_ldmatrix(tiles) + 2 * value_ldmatrix(tiles)
+    assert not tiles.has_roles and ptx_counts(tiles) == (tiles.score_mma + 4 * tiles.value_mma, ldmatrix)
+    narrow = replace(SPECS["mla"]["mla-33"], head_dim_qk=192, head_dim_v=128)
+    tiles = choose_tiles(narrow, limits)
+    assert not tiles.has_roles and ptx_counts(tiles)[0] == tiles.score_mma + 2 * tiles.value_mma
 
 
-# ---- the model
+def test_copies_by_hand():
+    """Kimi on sm_90: 36 query copies, 9 of a key row a lane; 10 steps of queries, 8 fragments of P, flags, cleaning."""
+    tiles = choose_tiles(SPECS["mla"]["mla-33"], limits_of((9, 0)))
+    assert (tiles.query_rest, tiles.copy_lanes, tiles.copy_passes) == (10, 8, 1)
+    assert copy_counts(tiles, 2, 1) == {"row copies": 36 + 2 * 9, "16-byte shared loads": 10 + 8 + 2}
+    assert copy_counts(tiles, 5, 1)["row copies"] == 36 + 5 * 9
+    # Grouped queries, fp8: a row of K and one of V are 128 bytes; two fetches of two passes, each widens both.
+    tiles = choose_tiles(SPECS["gqa128-fp8"]["gqa128-fp8-8"], limits_of((9, 0)))
+    assert (tiles.query_rest, tiles.copy_passes, tiles.staging_parts) == (0, 2, 1)
+    assert copy_counts(tiles, 6, 3) == {"row copies": 8 + 6 * 2, "16-byte shared loads": 2 * 2 * 2}
+
+
+def test_copies_are_found_in_ptx():
+    ptx = """
+\tcp.async.cg.shared.global.L2::128B [%r1], [%rd1], 16;
+\tcp.async.cg.shared.global [%r1], [%rd1], 16;
+\tcp.async.ca.shared.global [%r1], [%rd1], 4;
+\tcp.async.commit_group;
+cp.async.wait_group 0;
+\tcp.async.mbarrier.arrive.noinc.shared.b64 [%r2];
+\tld.shared.v4.u32 {%r1, %r2, %r3, %r4}, [%r5];
+\tld.shared.v4.f32 {%f1, %f2, %f3, %f4}, [%r5];
+\t// ld.shared.v4.u32
+"""
+    assert copy_instructions(ptx) == {
+        "row copies": 2, "index copies": 1, "waits for copies": 1, "16-byte shared loads": 1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("configuration", ALL)
+def test_rows_that_are_wasted(configuration):
+    """None where tiles are full; else what is left of fragments, and of value warps that multiply all of them."""
+    tiles, full = configuration.tiles, configuration.tiles.rows_per_tile
+    assert wasted_mma(tiles, full) == wasted_mma(tiles, 3 * full) == 0
+    one = counts_of(tiles, 1).mma / counts_of(tiles).mma
+    assert wasted_mma(tiles, 1) == pytest.approx(1 - 1 / full / one)
+    assert wasted_mma(tiles, full + 1) == pytest.approx(1 - (1 + 1 / full) / (1 + one))
 
 
 @pytest.mark.parametrize("chip", model.CHIPS.values(), ids=lambda chip: chip.name)
