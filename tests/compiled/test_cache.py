@@ -50,8 +50,8 @@ def stub_kernel(body, parameters, target):
     """Something that has all fields, each different enough to be told apart."""
     numbers = {f.name: i for i, f in enumerate(fields(Resources))} | {"instructions": {"ret": 1, "add.f32": 2}}
     return CompiledKernel(
-        name=f"nbverify_{body.__name__}", target=target.name, parameters=parameters, ptx=f"// {body.__name__}\n",
-        cubin=b"\x7fELF" + bytes(range(256)), cooperative=False, resources=Resources(**numbers),
+        name=f"nbverify_{body.__name__}", entry=f"_Z{body.__name__}", target=target.name, parameters=parameters,
+        ptx=f"// {body.__name__}\n", cubin=b"\x7fELF" + bytes(range(256)), cooperative=False, resources=Resources(**numbers),
     )  # fmt: skip
 
 
@@ -336,8 +336,8 @@ def compile_body(body, parameters, target, **options):
     numbers = {name: 0 for name in compile.Resources.__dataclass_fields__} | {"instructions": {}}
     compiled.append(body.__name__)
     return compile.CompiledKernel(
-        name=body.__name__, target=target.name, parameters=parameters, ptx="", cubin=b"x", cooperative=False,
-        resources=compile.Resources(**numbers),
+        name=body.__name__, entry="_Z", target=target.name, parameters=parameters, ptx="", cubin=b"x",
+        cooperative=False, resources=compile.Resources(**numbers),
     )
 
 compile.compile_body = compile_body

@@ -91,7 +91,7 @@ def problems_of(kernel, target, report, fault=SOUND):
     checks = {
         f"target {kernel.target}": kernel.target == target.name,
         f"PTX is not for {target.name}": re.search(rf"^\.target {target.name}\b(?!a)", kernel.ptx, re.M) is not None,
-        "cubin is no ELF": kernel.cubin[:4] == b"\x7fELF" and kernel.name.encode() in kernel.cubin,
+        "cubin is no ELF": kernel.cubin[:4] == b"\x7fELF" and kernel.entry.encode() in kernel.cubin,
         f"cubin is for {machine_of(kernel.cubin)}": machine_of(kernel.cubin) == target.name,
         "float64": ".f64" not in kernel.ptx and not any("f64" in opcode for opcode in kernel.resources.instructions),
         f"arrays in local memory, of {arrays} bytes": not arrays,
@@ -133,7 +133,7 @@ def test_an_array_in_local_memory_is_reported():
         args.lse[0] = values[args.num_requests % 64]
 
     parameters = contract.parameters(SPECS["mla"])
-    kernel = compile_body(indexes_an_array, parameters, target_of("8.0"), launch_bounds=(32, 1))
+    kernel = compile_body(indexes_an_array, parameters, target_of("8.0"), launch_bounds=(32, 1), cooperative=False)
     assert kernel.resources.local_bytes >= 64 * 4
 
 
@@ -241,20 +241,63 @@ def test_a_target_that_the_toolkit_does_not_have():
         compile_for(SPECS["mla"], target_of("99.9"))
 
 
-def test_an_assembler_error_is_a_compile_error(monkeypatch):
-    compile_ptx = compile._compile_ptx
+def tiny(args):
+    args.lse[0] = args.v_scale
 
-    def broken(*arguments):
-        ptx, cooperative = compile_ptx(*arguments)
-        return ptx.replace("ret;", "retreat;"), cooperative
 
-    monkeypatch.setattr(compile, "_compile_ptx", broken)
-
-    def tiny(args):
-        args.lse[0] = args.v_scale
-
+@pytest.mark.parametrize("code", [b"", b"no LTO-IR", None], ids=["nothing", "text", "cut short"])
+def test_a_linker_error_is_a_compile_error(monkeypatch, code):
+    compile_lto = compile._compile_lto
+    monkeypatch.setattr(compile, "_compile_lto", lambda *given: compile_lto(*given)[:200] if code is None else code)
     with pytest.raises(CompileError, match=r"^linking for sm_80: "):
-        compile_body(tiny, contract.parameters(SPECS["mla"]), target_of("8.0"), launch_bounds=(32, 1))
+        compile_body(
+            tiny, contract.parameters(SPECS["mla"]), target_of("8.0"), launch_bounds=(32, 1), cooperative=False
+        )
+
+
+def test_a_linker_report_without_the_kernel_is_a_compile_error(monkeypatch):
+    """Instead of a resource report of zeros."""
+    link = compile._link
+    monkeypatch.setattr(compile, "_link", lambda *given: (link(*given)[0], "info    : 0 bytes gmem"))
+    with pytest.raises(CompileError, match=r"^nbverify_tiny: the linker's report has no line for it"):
+        compile_body(
+            tiny, contract.parameters(SPECS["mla"]), target_of("8.0"), launch_bounds=(32, 1), cooperative=False
+        )
+
+
+@pytest.mark.parametrize("cooperative", [True, False])
+def test_who_launches_says_what_is_cooperative(cooperative):
+    """Nothing in the code tells any more: the barrier is made of ordinary instructions."""
+    parameters = contract.parameters(SPECS["mla"])
+    kernel = compile_body(tiny, parameters, target_of("8.0"), launch_bounds=(32, 1), cooperative=cooperative)
+    assert kernel.cooperative is cooperative
+
+
+IGNORED = "'setmaxnreg' ignored"  # in the assembler's words
+# MLA whose 64 rows have four score warps and eight value warps, narrow so that it compiles soon.
+SHIFTING = nv.VerifySpec.mla(8, head_dim_qk=272, head_dim_v=128, kernel="mma", **{**LIMITS, "max_nodes": 8})
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cc", [pytest.param("9.0", marks=pytest.mark.slow), "12.0"])
+def test_a_walk_in_roles_shifts_its_registers(monkeypatch, cc):
+    """In the whole kernel, with barrier and merge: no external call is left, for which they would be ignored."""
+    link, logs = compile._link, []
+
+    def keep_log(*given):
+        made, log = link(*given)
+        logs.append(log)
+        return made, log
+
+    monkeypatch.setattr(compile, "_link", keep_log)
+    target = target_of(cc)
+    assert geometry_for(SHIFTING, target.cc[:2]).shifts_registers
+    (kernel,) = compile_for(SHIFTING, target)
+    shifts = [count for opcode, count in kernel.resources.instructions.items() if opcode.startswith("setmaxnreg")]
+    assert sum(shifts) == 4
+    assert kernel.resources.registers == 168
+    assert logs and not any(IGNORED in log for log in logs)
+    assert not re.search(r"^\s*call", kernel.ptx, re.M)
 
 
 COMPILE_TINY = """
@@ -266,7 +309,7 @@ def tiny(args):
     args.lse[0] = args.v_scale
 
 spec = VerifySpec.gqa(1, 1, 16, max_requests=1, max_nodes=1, max_kv_len=1, sm_scale=1.0)
-kernel = compile_body(tiny, contract.parameters(spec), target_of(None), launch_bounds=(32, 1))
+kernel = compile_body(tiny, contract.parameters(spec), target_of(None), launch_bounds=(32, 1), cooperative=False)
 print(json.dumps([kernel.target, kernel.ptx, kernel.cubin[:64].hex()]))
 """
 

@@ -276,7 +276,8 @@ OTHER_TABLES = {
 
 def load(dev, table):
     device = Device(dev.ordinal)
-    compiled = compile.compile_body(do_nothing, table, compile.target_of(device.cc), launch_bounds=(32, 1))
+    target = compile.target_of(device.cc)
+    compiled = compile.compile_body(do_nothing, table, target, launch_bounds=(32, 1), cooperative=False)
     return LoadedKernel(device, compiled, threads=32, shared_bytes=0)
 
 
