@@ -51,7 +51,8 @@ def stub_kernel(body, parameters, target):
     numbers = {f.name: i for i, f in enumerate(fields(Resources))} | {"instructions": {"ret": 1, "add.f32": 2}}
     return CompiledKernel(
         name=f"nbverify_{body.__name__}", entry=f"_Z{body.__name__}", target=target.name, parameters=parameters,
-        ptx=f"// {body.__name__}\n", cubin=b"\x7fELF" + bytes(range(256)), cooperative=False, resources=Resources(**numbers),
+        ptx=f"// {body.__name__}\n", cubin=b"\x7fELF" + bytes(range(256)), cooperative=False,
+        resources=Resources(**numbers),
     )  # fmt: skip
 
 

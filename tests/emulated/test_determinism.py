@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
-from support.basic import BASE, FP8, SMALL_MLA, VARIANTS, WIDE_MLA, several_chunks
+from support.basic import BASE, FP8, SMALL_MLA, VARIANTS, WIDE_MLA, WIDE_MLA_FP8, several_chunks
 from support.batches import assert_close, random_batch
 from support.debug_plans import DEBUG, changed, clean_batch, launch_and_check
 from support.determinism import *  # noqa: F403
@@ -17,10 +17,11 @@ ORDERED = {
     "fp8": FP8,
     "mla": SMALL_MLA,
     "wide-mla": WIDE_MLA,
+    "wide-mla-fp8": WIDE_MLA_FP8,
 }
 
 
-@parametrize_specs(ORDERED, slow=("fixed-two_launch", "mla"), slow_simt=("wide-mla",))
+@parametrize_specs(ORDERED, slow=("fixed-two_launch", "mla"), slow_simt=("wide-mla", "wide-mla-fp8"))
 def test_order_of_threads_does_not_matter(spec):
     """A missing barrier shows as a wrong result under some seed."""
     lens = [several_chunks(EmulatorDevice(3), spec), 3] if spec.split == "fixed" else [66, 3]

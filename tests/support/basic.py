@@ -36,6 +36,7 @@ PREFIX_BYTES = gqa(4, 2, 16, prefix_visible=False)
 MLA = mla(2)  # the widths of DeepSeek and Kimi: 576 and 512
 SMALL_MLA = mla(2, head_dim_qk=48, head_dim_v=32)
 WIDE_MLA = mla(2, head_dim_qk=288, head_dim_v=64)  # the narrowest that mma shares among warps as it does 576 and 512
+WIDE_MLA_FP8 = replace(WIDE_MLA, kv_dtype="float8_e4m3fn")
 FP8 = gqa(4, 2, 16, kv_dtype="float8_e4m3fn")
 BY_MASK = {mask: gqa(4, 2, 16, mask=mask) for mask in nv.Mask}
 VARIANTS = {
@@ -58,6 +59,8 @@ DTYPES = {
     "bf16-fp8": FP8,
     "fp16-fp8": gqa(4, 2, 16, dtype="float16", kv_dtype="float8_e4m3fn"),
     "mla-fp8": replace(SMALL_MLA, kv_dtype="float8_e4m3fn"),
+    "wide-mla-fp8": WIDE_MLA_FP8,
+    "wide-mla-fp16-fp8": replace(WIDE_MLA_FP8, dtype="float16"),
     "mla-fp16": replace(WIDE_MLA, dtype="float16", kv_dtype="float16"),
     "bf16": BASE,
 }
@@ -125,7 +128,7 @@ def test_head_widths(dev, spec):
     assert_close(batch, result.out, result.lse)
 
 
-@parametrize_specs(DTYPES)
+@parametrize_specs(DTYPES, slow_simt=("wide-mla-fp8", "wide-mla-fp16-fp8"))
 def test_dtypes_and_scales(dev, spec):
     batch = random_batch(np.random.default_rng(4), spec, [40, 3], [3, 2])
     batch = replace(batch, k_scale=0.375, v_scale=None if spec.shared_kv else 2.5)
