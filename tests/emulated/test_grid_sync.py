@@ -13,6 +13,7 @@ from nbverify.reduce.grid_sync import grid_barrier
 
 SIGN = 1 << 31
 ROUNDS = 3
+LONG = 60
 
 
 def launch(body, *, grid, block=2, seed=0, counter=0, **fields):
@@ -23,9 +24,15 @@ def launch(body, *, grid, block=2, seed=0, counter=0, **fields):
 
 
 def meet(args):
-    """Every thread counts itself, in its block's place, and after the barrier reads what all blocks have counted."""
+    """Every thread counts itself, in its block's place, and after the barrier reads what all blocks have counted.
+
+    A block is late in each round, but not its first thread, which is the one that tells the others.
+    """
     block, grid = cuda.blockIdx.x, cuda.gridDim.x
     for turn in range(ROUNDS):
+        if block == turn % grid and cuda.threadIdx.x > 0:
+            for _ in range(LONG):
+                ptx.atomic_add_u32(ptx.global_address(args.nothing, 0), 1)
         ptx.atomic_add_u32(ptx.global_address(args.came, turn * grid + block), 1)
         grid_barrier(args)
         for other in range(grid):
@@ -41,7 +48,13 @@ def test_nobody_passes_early(grid, seed):
     counter = 0
     for _ in range(2):
         done = launch(
-            meet, grid=grid, seed=seed, counter=counter, came=np.zeros(ROUNDS * grid, np.uint32), early=np.zeros(grid)
+            meet,
+            grid=grid,
+            seed=seed,
+            counter=counter,
+            came=np.zeros(ROUNDS * grid, np.uint32),
+            early=np.zeros(grid),
+            nothing=np.zeros(1, np.uint32),
         )
         assert not done.early.any()
         counter = int(done.arrivals[0])
