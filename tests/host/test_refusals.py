@@ -46,7 +46,8 @@ def test_a_product_of_scales_that_vanishes_in_float32():
 
 
 def test_no_memory_holds_the_workspace():
-    huge = nv.VerifySpec.gqa(2**20, 2**20, 16, max_requests=1000, max_nodes=1000, max_kv_len=1000, sm_scale=1.0)
+    limits = {"max_requests": 1000, "max_nodes": 16, "max_kv_len": 16}  # 2^20 row units a request, of one item each
+    huge = nv.VerifySpec.gqa(2**20, 2**20, 576, **limits, sm_scale=1.0)
     with pytest.raises(nv.ArgumentError, match=r"^spec: expected a workspace of at most [\d,]+ bytes"):
         nv.VerifyPlan(huge, device="emulator")
 
