@@ -177,6 +177,19 @@ def test_bits_do_not_depend_on_who_adds(width):
         assert out.tobytes() == want.tobytes() and lse.tobytes() == want_lse.tobytes(), other
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("warps, grid, share", [(9, 4, 4), (11, 5, 5)])
+def test_groups_that_take_another_chunk(warps, grid, share, seed):
+    """Where a block's warps are no power of two, some are in no group, and a group may have a second chunk: its warps
+    must not write the runs of that one before those of the first are added up."""
+    chunks = grid * (warps // share) + 1
+    assert share_of(warps, grid, chunks) == share
+    spec = spec_of(16, max_nodes=1)
+    states = States(np.random.default_rng(12), [40 + b for b in range(chunks)], 16, rows=1)
+    out, lse = merge(spec, states, warps=warps, grid=grid, nodes=1, rows=1, seed=seed)
+    check(spec, states, out, lse)
+
+
 @pytest.mark.parametrize("warps, grid", [(8, 3), (12, 2), (5, 4)])
 def test_rows_and_units_in_part(warps, grid):
     """Row tiles of 16 of which requests have one row or three: chunks without a row, among those with one.
