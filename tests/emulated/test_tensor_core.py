@@ -7,7 +7,7 @@ import pytest
 from support.batches import assert_close, random_batch
 from support.devices import EmulatorDevice, run
 from support.tensor_core import *  # noqa: F403
-from support.tensor_core import BOTH, FP8, GQA, IN_PARTS, KIMI, MLA, MMA, limit_with_parts, slow, smallest_limit
+from support.tensor_core import BOTH, FP8, GQA, IN_PARTS, KIMI, MLA, limit_with_parts, slow, smallest_limit
 
 SEEDS = range(1, 5)
 SPECS = {"gqa": GQA, "mla": MLA, "kimi": KIMI}
@@ -40,8 +40,7 @@ def test_fp8_on_devices(spec, cc):
 @pytest.mark.parametrize("seed", SEEDS[:2])
 @pytest.mark.parametrize("name", ["teams 2 fp8", slow("roles 3 fp8")])
 def test_order_of_threads_while_queries_pass(name, seed):
-    given, parts = IN_PARTS[name]
-    spec = replace(given, max_requests=2, **MMA)
+    spec, parts = IN_PARTS[name]
     limit = limit_with_parts(EmulatorDevice(1), spec, parts)
     batch = random_batch(np.random.default_rng(85), spec, [20, 1], [spec.max_nodes, 3])
     want = run(EmulatorDevice(1), batch, shared_limit=limit)

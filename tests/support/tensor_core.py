@@ -427,7 +427,7 @@ def test_every_byte_of_a_shared_row(dev, spec):
 
 # ------------------------------------------------------------------------- queries that pass through the ring in parts
 
-IN_PARTS = {  # spec, how many parts, for the smallest limit of shared memory that has them
+_IN_PARTS = {  # spec, how many parts, for the smallest limit of shared memory that has them
     "teams 2": (gqa(2, 1, 96, head_dim_v=16, max_nodes=32), 2),
     "teams 2 fp8": (gqa(2, 1, 96, head_dim_v=16, max_nodes=32, kv_dtype="float8_e4m3fn"), 2),
     "teams 3": (gqa(2, 1, 192, head_dim_v=16, max_nodes=64), 3),
@@ -435,6 +435,7 @@ IN_PARTS = {  # spec, how many parts, for the smallest limit of shared memory th
     "roles 3 fp8": (mla(8, head_dim_qk=288, head_dim_v=64, max_nodes=8, kv_dtype="float8_e4m3fn"), 3),
     "kimi fp8": (replace(KIMI, max_nodes=8, kv_dtype="float8_e4m3fn"), 3),  # some queries have no register
 }
+IN_PARTS = {name: (replace(spec, max_requests=3, **MMA), parts) for name, (spec, parts) in _IN_PARTS.items()}
 QUICK_PARTS = ("teams 2 fp8", "roles 3 fp8")
 
 
@@ -449,15 +450,14 @@ def limit_with_parts(dev, spec, parts):
 
 
 @pytest.mark.parametrize(
-    "given, parts",
+    "spec, parts",
     [
         pytest.param(*case, id=name, marks=() if name in QUICK_PARTS else pytest.mark.slow)
         for name, case in IN_PARTS.items()
     ],
 )
-def test_queries_in_parts(dev, given, parts):
+def test_queries_in_parts(dev, spec, parts):
     """Every score warp's queries come in several pieces of columns, through a slot that it shares with others."""
-    spec = replace(given, max_requests=3, **MMA)
     limit, k = limit_with_parts(dev, spec, parts), tile_keys(dev, spec)
     n = spec.max_nodes
     batch = random_batch(np.random.default_rng(76), spec, [k + 3, 2, 0], [n, 1, n - 1])
