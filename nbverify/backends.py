@@ -1,8 +1,9 @@
 """Where a plan runs: on a GPU through the driver, or in the emulator.  Two classes with the same moments.
 
 load       the kernels of the spec, and from them the largest grid
-allocate   the workspace, filled with NaN: no result may depend on what stands in it
-bind       the fields of ``args`` (contract.py) for one set of buffers -> something that can be called
+allocate   the workspace, its partial states filled with NaN: no result may depend on what stands there
+bind       the fields of ``args`` (contract.py) for one set of buffers -> something that can be called, and
+           with schedule="step" the kernel that comes once a step
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class GpuBackend:
             launch.LoadedKernel(self.device, compiled, threads=step.threads, shared_bytes=step.shared_bytes)
             for compiled, step in zip(self.compiled, self._steps, strict=True)
         ]
-        walker = next(k for k, step in zip(self._kernels, self._steps, strict=True) if not step.one_block)
+        walker = self._kernels[[step.body.startswith("verify") for step in self._steps].index(True)]
         self.blocks_per_sm = walker.blocks_per_sm()
         self.max_blocks = self.blocks_per_sm * self.device.num_sms
         if self.max_blocks < 1:
@@ -76,12 +77,12 @@ class GpuBackend:
     def allocate(self, grid: int) -> None:
         """Partial states, and the findings of ``debug``."""
         self._grids = [1 if step.one_block else grid for step in self._steps]
-        rows = geo.num_partials(self._spec, self._geometry, grid) * self._geometry.rows_per_tile
         check_workspace(geo.workspace_bytes(self._spec, self._geometry, grid), self.device.total_memory())
         self._workspace = {
-            "partial_o": launch.DeviceBuffer(self.device, 4 * rows * self._spec.head_dim_v, fill=ALL_BITS),
-            "partial_ml": launch.DeviceBuffer(self.device, 4 * rows * 2, fill=ALL_BITS),
-            "arrivals": launch.DeviceBuffer(self.device, 4, fill=0),
+            name: launch.DeviceBuffer(
+                self.device, elements * arrays.ITEMSIZE[self._storage[name]], fill=fill_of(contract.BUFFER[name])
+            )
+            for name, elements in geo.workspace(self._spec, self._geometry, grid).items()
         }
         if self._debug:
             self._workspace["findings"] = launch.DeviceBuffer(self.device, NOTHING_FOUND.nbytes)
@@ -97,8 +98,10 @@ class GpuBackend:
         if info.device is not None and info.device != self.device.ordinal:
             raise ArgumentError(name, f"an array on device {self.device.ordinal}, the plan's", f"device {info.device}")
 
-    def bind(self, infos: dict[str, ArrayInfo], values: dict[str, Any], scalars: dict[str, float]) -> BoundCall:
-        """Pack a parameter block."""
+    def bind(
+        self, infos: dict[str, ArrayInfo], values: dict[str, Any], scalars: dict[str, float]
+    ) -> tuple[BoundCall, Callable[[int], None] | None]:
+        """Pack a parameter block: the launch, and the schedule of a step if there is one."""
         block = launch.ParameterBlock(self._layout)
         for buffer in contract.BUFFERS:
             storage = self._storage[buffer.name]
@@ -117,7 +120,15 @@ class GpuBackend:
                 block.set_float(scalar.name, scalars[scalar.name])
             else:
                 block.set_integer(scalar.name, int(scalars[scalar.name]))
-        return launch.Launcher(self._kernels, self._grids, block, self._workspace)
+        call = launch.Launcher(*self._kernels_of(once_a_step=False), block, self._workspace)
+        if self._spec.schedule == "launch":
+            return call, None
+        return call, launch.Launcher(*self._kernels_of(once_a_step=True), block, self._workspace)
+
+    def _kernels_of(self, *, once_a_step: bool) -> tuple[list[launch.LoadedKernel], list[int]]:
+        """Kernels of a launch, or of a step, and their grids."""
+        chosen = [i for i, step in enumerate(self._steps) if step.once_a_step == once_a_step]
+        return [self._kernels[i] for i in chosen], [self._grids[i] for i in chosen]
 
     def read_index(self, info: ArrayInfo) -> np.ndarray:
         """An index buffer on the host, after everything queued on the device."""
@@ -156,13 +167,11 @@ class EmulatorBackend:
     def allocate(self, grid: int) -> None:
         """As for a GPU."""
         self._grid = grid
-        rows = geo.num_partials(self._spec, self._geometry, grid) * self._geometry.rows_per_tile
         check_workspace(geo.workspace_bytes(self._spec, self._geometry, grid), EMULATOR_MEMORY)
-        self._workspace: dict[str, np.ndarray] = {
-            "partial_o": np.full(rows * self._spec.head_dim_v, np.nan, np.float32),
-            "partial_ml": np.full(rows * 2, np.nan, np.float32),
-            "arrivals": np.zeros(1, np.uint32),
-        }
+        self._workspace: dict[str, np.ndarray] = {}
+        for name, elements in geo.workspace(self._spec, self._geometry, grid).items():
+            size, fill = elements * arrays.ITEMSIZE[self._storage[name]], fill_of(contract.BUFFER[name])
+            self._workspace[name] = np.full(size, fill, np.uint8).view(self._storage[name])
         if self._debug:
             self._workspace["findings"] = NOTHING_FOUND.flatten()
 
@@ -172,7 +181,9 @@ class EmulatorBackend:
     def check_device(self, name: str, info: ArrayInfo) -> None:
         """Host memory has no device."""
 
-    def bind(self, infos: dict[str, ArrayInfo], values: dict[str, Any], scalars: dict[str, float]) -> BoundCall:
+    def bind(
+        self, infos: dict[str, ArrayInfo], values: dict[str, Any], scalars: dict[str, float]
+    ) -> tuple[BoundCall, Callable[[int], None] | None]:
         """The fields of ``args``, by name."""
         fields: dict[str, Any] = {}
         for buffer in contract.BUFFERS:
@@ -186,12 +197,15 @@ class EmulatorBackend:
         for scalar in contract.SCALARS:
             value = scalars[scalar.name]
             fields[scalar.name] = np.float32(value) if scalar.dtype == "float32" else int(value)
-        return _EmulatorCall(self, infos, fields)
+        call = _EmulatorCall(self, infos, fields)
+        return call, (lambda stream: self.run(fields, once_a_step=True)) if self._spec.schedule == "step" else None
 
-    def run(self, fields: dict[str, Any]) -> None:
-        """All kernels, in order."""
+    def run(self, fields: dict[str, Any], *, once_a_step: bool = False) -> None:
+        """The kernels of a launch, or those of a step, in order."""
         args = contract.args_class()(**fields)
         for body, step in zip(self._bodies, self._steps, strict=True):
+            if step.once_a_step != once_a_step:
+                continue
             self._emulator.launch(
                 body,
                 args,
@@ -229,6 +243,11 @@ class _EmulatorCall:
 
     def move(self, name: str, pointer: int, array: Any) -> None:
         self._fields[name] = flat_storage(array, self._infos[name], self._backend.storage_of(name))
+
+
+def fill_of(buffer: contract.Buffer) -> int:
+    """The byte that a buffer of the plan is filled with: 0 where it counts, NaN where nothing may be read."""
+    return ALL_BITS if buffer.kind == "scratch" else 0
 
 
 def check_workspace(need: int, available: int) -> None:

@@ -177,14 +177,19 @@ def _compile_now(
                 contract.parameters(spec),
                 target,
                 launch_bounds=(step.threads, 1),
-                cooperative=spec.reduction == "grid_sync" and not step.one_block,
+                cooperative=spec.reduction == "grid_sync" and not (step.one_block or step.once_a_step),
             )
         )
     return tuple(kernels)
 
 
 def compile_body(
-    body: Callable, parameters: tuple[Parameter, ...], target: Target, *, launch_bounds: tuple[int, int], cooperative: bool
+    body: Callable,
+    parameters: tuple[Parameter, ...],
+    target: Target,
+    *,
+    launch_bounds: tuple[int, int],
+    cooperative: bool,
 ) -> CompiledKernel:
     """Compile and link one kernel body with the single parameter ``args``.
 

@@ -104,6 +104,14 @@ BUFFERS: tuple[Buffer, ...] = (
         "the grid's barrier (reduce/grid_sync.py); the plan's workspace",
     ),
     Buffer(
+        "step_table", "table", ("2*(max_requests+1)",), "read, write",
+        "schedule='step': the work table (kernels/schedule.py); the plan's workspace",
+    ),
+    Buffer(
+        "step_segments", "segments", ("grid", "18"), "read, write",
+        "schedule='step': each block's first segment (kernels/segments.py); the plan's workspace",
+    ),
+    Buffer(
         "findings", "findings", ("num_checks", "3"), "read, write",
         "what debug=True found: count, position, value per check; absent otherwise",
     ),
@@ -121,7 +129,8 @@ SCALARS: tuple[Scalar, ...] = (
 )
 
 BUFFER: dict[str, Buffer] = {b.name: b for b in BUFFERS}
-CALLER_BUFFERS: tuple[str, ...] = tuple(b.name for b in BUFFERS if b.kind not in ("scratch", "counter", "findings"))
+OWN_KINDS = ("scratch", "counter", "table", "segments", "findings")  # of the plan
+CALLER_BUFFERS: tuple[str, ...] = tuple(b.name for b in BUFFERS if b.kind not in OWN_KINDS)
 
 
 def is_needed(buffer: Buffer, spec: VerifySpec) -> bool | None:
@@ -143,7 +152,9 @@ def accepted_dtypes(buffer: Buffer, spec: VerifySpec) -> tuple[str, ...]:
         return ("float32",)
     if buffer.kind == "counter":
         return ("uint32",)
-    if buffer.kind == "findings":
+    if buffer.kind == "table":
+        return ("int32",)
+    if buffer.kind in ("segments", "findings"):
         return ("int64",)
     if buffer.name in ("k_cache", "v_cache") and spec.is_fp8:
         return ("float8_e4m3fn", "uint8")
@@ -158,6 +169,8 @@ def storage_dtype(buffer: Buffer, spec: VerifySpec) -> str:
         "float": "float32",
         "scratch": "float32",
         "counter": "uint32",
+        "table": "int32",
+        "segments": "int64",
         "findings": "int64",
         "rows": "uint8" if spec.is_fp8 and buffer.name in ("k_cache", "v_cache") else "uint16",
     }[buffer.kind]
@@ -168,7 +181,16 @@ def alignment_bytes(buffer: Buffer, spec: VerifySpec) -> int:
     if buffer.kind == "rows":
         return ROW_ALIGNMENT_BYTES
     mask = 4 if spec.mask is Mask.PACKED else 1
-    return {"index": 4, "mask": mask, "float": 4, "scratch": 16, "counter": 4, "findings": 8}[buffer.kind]
+    return {
+        "index": 4,
+        "mask": mask,
+        "float": 4,
+        "scratch": 16,
+        "counter": 4,
+        "table": 4,
+        "segments": 8,
+        "findings": 8,
+    }[buffer.kind]
 
 
 def dims_of(spec: VerifySpec) -> dict[str, int]:
@@ -257,6 +279,8 @@ def markdown_table() -> str:
         "float": "float32",
         "scratch": "float32",
         "counter": "uint32",
+        "table": "int32",
+        "segments": "int64",
         "findings": "int64",
     }
     for b in BUFFERS:

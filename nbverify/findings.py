@@ -15,7 +15,8 @@ import numpy as np
     CHECK_KV_INDICES,
     CHECK_OUT_CACHE_LOC,
     CHECK_MASK_INDPTR,
-) = range(8)
+    CHECK_SCHEDULE,
+) = range(9)
 
 # check -> (buffer that the position indexes, what was expected there, what the value is)
 CHECKS: dict[int, tuple[str, str, str]] = {
@@ -27,6 +28,7 @@ CHECKS: dict[int, tuple[str, str, str]] = {
     CHECK_KV_INDICES: ("kv_indices", "a row of the pool", "slot"),
     CHECK_OUT_CACHE_LOC: ("out_cache_loc", "a row of the pool", "slot"),
     CHECK_MASK_INDPTR: ("mask_indptr", "a region inside custom_mask", "start"),
+    CHECK_SCHEDULE: ("kv_indptr, qo_indptr", "the lengths that schedule() found", "tiles of keys for all rows"),
 }
 
 NOTHING_FOUND = np.tile(np.array([0, np.iinfo(np.int64).max, 0], np.int64), (len(CHECKS), 1))

@@ -12,7 +12,7 @@ plan, which owns workspace and code.  Freeing them earlier is the caller's error
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from nbverify.spec import FLOAT32_MAX, FLOAT32_TINY, Mask, VerifySpec
 
 MAX_SLOTS = 2**32  # kernels read the low 32 bits of a slot number
 WRITTEN = ("out", "lse")
+SCHEDULED = ("kv_indptr", "kv_indices", "qo_indptr", "out_cache_loc", "mask_indptr")  # what a schedule is made from
 REBINDABLE = ("q", "k_cache", "v_cache", "out", "lse")
 
 
@@ -130,6 +131,7 @@ class VerifyPlan:
         self.workspace_bytes = geo.workspace_bytes(spec, self.geometry, self.grid)
         backend.allocate(self.grid)
         self._max_splits = geo.max_splits(spec, self.geometry)
+        self._scheduled: tuple | None = None  # the lengths of the last schedule of a step
         self._rules = {name: arrays.Rule(contract.BUFFER[name], spec) for name in contract.CALLER_BUFFERS}
         self._needed = {name: contract.is_needed(contract.BUFFER[name], spec) for name in contract.CALLER_BUFFERS}
 
@@ -216,7 +218,7 @@ class VerifyPlan:
         if spec.sm_scale and not FLOAT32_TINY <= abs(scalars["score_scale"]) <= FLOAT32_MAX:
             raise ArgumentError("k_scale", "sm_scale * k_scale to be a normal float32", k_scale)
         values = {name: a for name, a in given.items() if a is not None}
-        return BoundVerify(self, infos, ranges, given, self._backend.bind(infos, values, scalars))
+        return BoundVerify(self, infos, ranges, given, *self._backend.bind(infos, values, scalars))
 
     def check(self) -> None:
         """Wait for the device and report what the launches of this ``debug=True`` plan found since the last call.
@@ -255,8 +257,11 @@ class BoundVerify:
         ranges: dict[str, tuple[int, int]],
         given: dict[str, Any],
         call: BoundCall,
+        schedule: Callable[[int], None] | None,
     ):
         self.plan = plan
+        self._schedule = schedule
+        self._lengths = tuple(infos.get(name) for name in SCHEDULED)
         self._infos, self._ranges, self._call = infos, ranges, call
         self._layouts: dict[str, tuple | None] = {}
         for name in () if plan.emulated else REBINDABLE:
@@ -268,8 +273,32 @@ class BoundVerify:
 
         ``stream`` is an int handle, or an object with ``__cuda_stream__``, ``.cuda_stream``, ``.ptr`` or ``.handle``;
         None is the legacy default stream.  It may be capturing.  The plan's device must be the current one.
+
+        With ``schedule="step"``, raises ArgumentError if the plan's last :meth:`schedule` was of other buffers.
         """
+        if self._schedule and self.plan._scheduled != self._lengths:
+            raise ArgumentError(*self._other_schedule())
         self._call(arrays.stream_handle(stream))
+
+    def schedule(self, stream: Any = None) -> None:
+        """Work out who does what, for every launch that follows, of any bind of the plan with the same lengths.
+
+        For ``schedule="step"``: once a step, on the stream of the launches and before them, in the same graph if there
+        is one.  It reads kv_indptr, qo_indptr and mask_indptr; when these change, or the graph of another step has run,
+        call it again.  A launch goes by the last one: ``debug=True`` finds lengths that have changed since.
+        """
+        if self._schedule is None:
+            raise ArgumentError("schedule", "'step' in the plan's spec", repr(self.plan.spec.schedule))
+        self._schedule(arrays.stream_handle(stream))
+        self.plan._scheduled = self._lengths
+
+    def _other_schedule(self) -> tuple[str, str, str]:
+        """What to say of a launch without its schedule."""
+        made = self.plan._scheduled
+        if made is None:
+            return "schedule", "bound.schedule() before the first launch", "none yet"
+        name, old, new = next(x for x in zip(SCHEDULED, made, self._lengths, strict=True) if x[1] != x[2])
+        return "schedule", f"one made with this {name}, {_where(new)}", _where(old)
 
     def rebind(
         self, *, q: Any = None, k_cache: Any = None, v_cache: Any = None, out: Any = None, lse: Any = None
@@ -309,6 +338,10 @@ class BoundVerify:
         if address % alignment:
             raise ArgumentError(name, f"an address of {alignment}-byte alignment", hex(address))
         return address
+
+
+def _where(info: ArrayInfo | None) -> str:
+    return "none" if info is None else f"{info.dtype} {list(info.shape)} at {info.pointer:#x}"
 
 
 def _text(info: ArrayInfo) -> str:

@@ -22,6 +22,7 @@ DTYPES = ("bfloat16", "float16")
 KV_DTYPE_FP8 = "float8_e4m3fn"
 SPLITS = ("balanced", "fixed")
 REDUCTIONS = ("grid_sync", "two_launch")
+SCHEDULES = ("launch", "step")
 KERNELS = ("mma", "simt")
 
 
@@ -76,9 +77,13 @@ class VerifySpec:
         "fixed": cuts depend on a request's own lengths only, so its bits do not depend on its batch.
     reduction
         "grid_sync": one cooperative launch.  "two_launch": two plain ones, bitwise the same result.
+    schedule
+        "launch": every launch works out from the lengths who does what.  "step": a small kernel of its own does, once
+        for all launches that use the same lengths, such as the layers of a model; see ``BoundVerify.schedule``.  The
+        results are bitwise the same.  Only with ``kernel="mma"``.
     kernel
-        "simt": the plain kernel.  "mma": tensor cores, faster, and not for every spec yet (16-bit caches; head dims up
-        to 256, or a ``head_dim_v`` that is a multiple of 128): the plan refuses the others by name.
+        "simt": the plain kernel.  "mma": tensor cores, faster, and not for every spec (head dims up to 256, or a
+        ``head_dim_v`` that is a multiple of 128): the plan refuses the others by name.
     score_mod
         ``score_mod(score, request, head, node, key) -> score``: a plain function, compiled into the kernel.
 
@@ -103,6 +108,7 @@ class VerifySpec:
     prefix_visible: bool = True
     split: str = "balanced"
     reduction: str = "grid_sync"
+    schedule: str = "launch"
     kernel: str = "simt"
     score_mod: Callable | None = None
 
@@ -123,6 +129,7 @@ class VerifySpec:
         prefix_visible: bool = True,
         split: str = "balanced",
         reduction: str = "grid_sync",
+        schedule: str = "launch",
         kernel: str = "simt",
         score_mod: Callable | None = None,
     ) -> VerifySpec:
@@ -143,6 +150,7 @@ class VerifySpec:
             prefix_visible=prefix_visible,
             split=split,
             reduction=reduction,
+            schedule=schedule,
             kernel=kernel,
             score_mod=score_mod,
         )
@@ -165,6 +173,7 @@ class VerifySpec:
         prefix_visible: bool = True,
         split: str = "balanced",
         reduction: str = "grid_sync",
+        schedule: str = "launch",
         kernel: str = "simt",
         score_mod: Callable | None = None,
     ) -> VerifySpec:
@@ -185,6 +194,7 @@ class VerifySpec:
             prefix_visible=prefix_visible,
             split=split,
             reduction=reduction,
+            schedule=schedule,
             kernel=kernel,
             score_mod=score_mod,
         )
@@ -233,7 +243,10 @@ class VerifySpec:
             )
         _check_choice("split", self.split, SPLITS)
         _check_choice("reduction", self.reduction, REDUCTIONS)
+        _check_choice("schedule", self.schedule, SCHEDULES)
         _check_choice("kernel", self.kernel, KERNELS)
+        if self.schedule == "step" and self.kernel != "mma":
+            raise ArgumentError("schedule", f"'launch' with kernel={self.kernel!r}", repr(self.schedule))
         if self.score_mod is not None:
             expected = "a plain Python function of 5 parameters (score, request, head, node, key)"
             if not isinstance(self.score_mod, FunctionType):
@@ -270,6 +283,7 @@ class VerifySpec:
             self.prefix_visible,
             self.split,
             self.reduction,
+            self.schedule,
         )
 
 

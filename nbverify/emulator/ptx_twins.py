@@ -677,8 +677,15 @@ for _dtype, _letter in ((np.uint32, "u32"), (np.uint64, "u64"), (F32, "f32")):
             _MEMORY_TWINS[f"load_{_name}"] = _load(f"load_{_name}", _readable, _dtype, _count)
             _MEMORY_TWINS[f"store_{_name}"] = _store(f"store_{_name}", _writable, _dtype, _count)
 
+
 # By name in kernels/ptx.py.  More than it has, of loads and stores: those it lacks are left out.
+def trap() -> None:
+    """An error, as on the GPU."""
+    raise RuntimeError(f"trap; {place()}")
+
+
 PTX_TWINS: dict[str, Twin] = {
+    "trap": trap,
     **_MEMORY_TWINS,
     "shared_address": shared_address,
     "shared_int64": shared_int64,

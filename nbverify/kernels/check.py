@@ -17,9 +17,11 @@ from nbverify.findings import (
     CHECK_OUT_CACHE_LOC,
     CHECK_QO_INDPTR,
     CHECK_QO_ORDER,
+    CHECK_SCHEDULE,
 )
 from nbverify.kernels.geometry import CHECK_THREADS
 from nbverify.kernels.indices import index_count, load_index
+from nbverify.kernels.schedule import make_schedule
 from nbverify.spec import Mask
 
 
@@ -34,8 +36,9 @@ def note(findings, check, position, value, second_pass):
         cuda.atomic.min(findings, 3 * check + 1, int64(position))
 
 
-def make_bodies(spec):
+def make_bodies(spec, geometry):
     """The one body of the check."""
+    work_of, has_schedule = make_schedule(spec, geometry).work_of, spec.schedule == "step"
     is_full, is_tree, reads_mask = spec.mask is Mask.FULL, spec.mask is Mask.TREE, spec.mask.reads_buffer
 
     @cuda.jit(device=True)
@@ -59,6 +62,10 @@ def make_bodies(spec):
     def check_lengths(args, b, prefix_start, prefix_len, token_start, num_nodes, next_row, second_pass):
         """One thread."""
         findings = args.findings
+        if has_schedule:
+            items, _ = work_of(args, b)
+            if args.step_table[b + 1] - args.step_table[b] != items:
+                note(findings, CHECK_SCHEDULE, b, int64(items), second_pass)
         if prefix_len > 0:
             if prefix_start < 0:
                 note(findings, CHECK_KV_INDPTR, b, prefix_start, second_pass)

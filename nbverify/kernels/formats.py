@@ -82,9 +82,7 @@ def make_widen_e4m3x4(dtype):
         last = widen_pair(ptx.permute_bytes(four, uint32(0), uint32(LAST_TWO)))
         nan = uint32(uint32(four & uint32(0x7F7F7F7F)) + uint32(0x01010101)) & uint32(0x80808080)
         if nan != uint32(0):
-            first |= uint32(
-                uint32(ptx.permute_bytes(nan, uint32(0), uint32(FIRST_TWO)) >> uint32(7)) * uint32(0x7FFF)
-            )
+            first |= uint32(uint32(ptx.permute_bytes(nan, uint32(0), uint32(FIRST_TWO)) >> uint32(7)) * uint32(0x7FFF))
             last |= uint32(uint32(ptx.permute_bytes(nan, uint32(0), uint32(LAST_TWO)) >> uint32(7)) * uint32(0x7FFF))
         return uint32(first), uint32(last)
 

@@ -26,6 +26,8 @@ MERGE_RUNS = 12
 MERGE_COLUMNS = 4 * WARP
 MERGE_RUN_BYTES = 4 * MERGE_COLUMNS + 16  # what a run adds up to: columns, m and l
 
+SEGMENT_FIELDS = 18  # int64, of a segment's record (kernels/segments.py)
+
 MAX_ITEMS = 2**31 - 1  # of a launch: the work table counts in int32
 
 CHECK_THREADS = 256  # the input checks of debug=True: one block
@@ -155,20 +157,24 @@ class Step:
     body: str  # name of the body
     threads: int
     shared_bytes: int  # dynamic
-    one_block: bool  # else the plan's grid
+    one_block: bool = False  # else the plan's grid
+    once_a_step: bool = False  # not part of a launch: BoundVerify.schedule
 
 
 def steps(spec: VerifySpec, geometry: Geometry, *, debug: bool) -> tuple[Step, ...]:
-    """The kernels of a launch, in order; ``kernels.bodies.make_bodies`` makes their bodies in the same order."""
+    """The kernels of a spec, in launch order; ``kernels.bodies.make_bodies`` makes their bodies in the same order."""
     walk = geometry.shared_bytes(spec.max_requests)
     merge = merge_scratch_bytes(geometry.warps) + table_bytes(spec.max_requests)
-    check = (Step("check", CHECK_THREADS, 0, one_block=True),) if debug else ()
+    schedule = Step("schedule", geometry.threads, table_bytes(spec.max_requests), once_a_step=True)
+    before = ((schedule,) if spec.schedule == "step" else ()) + (
+        (Step("check", CHECK_THREADS, 0, one_block=True),) if debug else ()
+    )
     if spec.reduction == "grid_sync":
-        return (*check, Step("verify", geometry.threads, walk, one_block=False))
+        return (*before, Step("verify", geometry.threads, walk))
     return (
-        *check,
-        Step("verify_split", geometry.threads, walk, one_block=False),
-        Step("verify_merge", geometry.threads, merge, one_block=False),
+        *before,
+        Step("verify_split", geometry.threads, walk),
+        Step("verify_merge", geometry.threads, merge),
     )
 
 
@@ -219,6 +225,15 @@ def num_partials(spec: VerifySpec, geometry: Geometry, grid: int) -> int:
     if spec.split == "fixed":
         return units * max_splits(spec, geometry)
     return grid + units
+
+
+def workspace(spec: VerifySpec, geometry: Geometry, grid: int) -> dict[str, int]:
+    """Elements of the buffers that every plan has of its own (contract.py says of which type)."""
+    rows = num_partials(spec, geometry, grid) * geometry.rows_per_tile
+    elements = {"partial_o": rows * spec.head_dim_v, "partial_ml": rows * 2, "arrivals": 1}
+    if spec.schedule == "step":
+        elements |= {"step_table": 2 * (spec.max_requests + 1), "step_segments": grid * SEGMENT_FIELDS}
+    return elements
 
 
 def workspace_bytes(spec: VerifySpec, geometry: Geometry, grid: int) -> int:

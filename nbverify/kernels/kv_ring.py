@@ -22,8 +22,8 @@ Indices    Which pool rows a tile consists of is read from the index lists a who
            in a ring of their own, each read by the warp that asked for it, once full of the tile that it fetched at the
            same time has been waited for.  Only the first tiles of a segment wait for theirs.
 
-fp8        Rows wait in raw slots, as the pool has them, and each lane widens the 16 bytes that it has copied itself into
-           the ring: nobody else waits for a raw row.  Full then counts plain arrivals.
+fp8        Rows wait in raw slots, as the pool has them, and each lane widens into the ring the 16 bytes that it has
+           copied itself: nobody else waits for a raw row.  Full then counts plain arrivals.
 
 Rows past the end of a request are not fetched: what their place holds is hidden by the mask, and values.py lets no
 NaN of it through.
@@ -103,7 +103,9 @@ def make_ring(spec, geometry):
     @cuda.jit(device=True, forceinline=True)
     def my_row(me, i):
         """The row of a tile that this lane has a part in, in pass ``i``; some are past the tile's last."""
-        return int32((me.warp - uint32(first_warp)) * uint32(copied_rows) + me.lane // uint32(lanes) + i * rows_per_pass)
+        return int32(
+            (me.warp - uint32(first_warp)) * uint32(copied_rows) + me.lane // uint32(lanes) + i * rows_per_pass
+        )
 
     @cuda.jit(device=True, forceinline=True)
     def index_address(args, record, key):
@@ -207,7 +209,7 @@ def make_ring(spec, geometry):
 
     @cuda.jit(device=True, forceinline=True)
     def widen_row(source, target, piece, steps):
-        """What this lane has copied of a row.  The bound is opaque: unrolled, this takes registers that are not there."""
+        """What this lane has copied of a row.  The bound is opaque: unrolled, it takes registers that are not there."""
         at, end = uint32(piece * uint32(CHUNK_BYTES)), ptx.opaque_u32(uint32(steps * lanes * CHUNK_BYTES))
         while at < end:
             x = ptx.load_shared_v4_u32(uint32(source + at))
@@ -228,7 +230,9 @@ def make_ring(spec, geometry):
         for i in range(passes):
             row = my_row(me, i)
             if row < min(rows, int32(keys_per_tile)):
-                widen_row(uint32(source + uint32(row * k_row_bytes)), uint32(target + uint32(row * k_pitch)), piece, k_steps)
+                widen_row(
+                    uint32(source + uint32(row * k_row_bytes)), uint32(target + uint32(row * k_pitch)), piece, k_steps
+                )
                 if separate_v:
                     widen_row(
                         uint32(source + uint32(raw_v_offset + row * v_row_bytes)),

@@ -170,5 +170,3 @@ def make_write_outputs(spec, geometry):
                         ptx.store_global_v2_f32(place, (o[at], o[at + 1]))
 
     return write_outputs
-
-

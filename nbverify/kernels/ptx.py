@@ -503,9 +503,10 @@ def atomic_add_u32(typingctx, address, value):
 
 @intrinsic
 def wait_sign_flip(typingctx, address, before):
-    """Wait until bit 31 of the u32 at ``address`` (global) is not that of ``before``; see what was done before (acquire).
+    """Wait until bit 31 of the u32 at ``address`` (global) is not that of ``before``.
 
-    A loop around ``ld.acquire``.  "Memory Consistency Model".
+    With acquire: what others did before they changed it is seen.  A loop around ``ld.acquire``.
+    "Memory Consistency Model".
     """
     text = (
         "{\n.reg .pred same;\n.reg .b32 now;\nagain:\nld.acquire.gpu.global.u32 now, [$0];\n"
@@ -737,6 +738,15 @@ def _setmaxnreg(direction, registers):
         raise TypingError(f"setmaxnreg_{direction}: expected a multiple of 8 from 24 to 256, got {count}")
     _, generate = _emit(f"setmaxnreg.{direction}.sync.aligned.u32 {count};", types.void)
     return signature(types.void, registers), lambda context, builder, sig, values: generate(context, builder, sig, ())
+
+
+# ----------------------------------------------------------------------------------------------------------------- trap
+
+
+@intrinsic
+def trap(typingctx):
+    """End the launch with an error; the context is lost.  "Miscellaneous Instructions: trap"."""
+    return _emit("trap;", types.void)
 
 
 # ---------------------------------------------------------------------------------------------------------------- hints

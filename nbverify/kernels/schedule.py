@@ -146,6 +146,7 @@ class Schedule(NamedTuple):
     """The device functions of a split policy."""
 
     prepare: object  # prepare(args, table): all threads of a block fill the work table
+    work_of: object  # work_of(args, b) -> items and units of request b
     share: object  # share(args, table) -> (position, end) of this block on the line; empty for an idle block
     segment_at: object  # segment_at(args, table, position, end) -> Segment
     unit_states: object  # unit_states(args, table, unit) -> UnitStates, for a unit of the whole batch
@@ -177,6 +178,13 @@ def make_schedule(spec, geometry):
         return tiles
 
     @cuda.jit(device=True)
+    def work_of(args, b):
+        """Items and row units of request ``b``."""
+        request = load_request(args, b)
+        units = num_units(request)
+        return int32(units * items_per_unit(request, args.max_splits)), units
+
+    @cuda.jit(device=True)
     def prepare(args, table):
         """Fill the work table.  All threads of a block call it."""
         num_requests, thread = int32(args.num_requests), int32(cuda.threadIdx.x)
@@ -185,10 +193,7 @@ def make_schedule(spec, geometry):
             table[uint32(num_requests + 1)] = int32(0)
         b = thread
         while b < num_requests:
-            request = load_request(args, b)
-            units = num_units(request)
-            table[uint32(b + 1)] = int32(units * items_per_unit(request, args.max_splits))
-            table[uint32(num_requests + b + 2)] = units
+            table[uint32(b + 1)], table[uint32(num_requests + b + 2)] = work_of(args, b)
             b = int32(b + threads)
         cuda.syncthreads()  # publishes the counts to the scanning warps
         if thread < 2 * WARP:  # one warp the items, one the units
@@ -258,11 +263,9 @@ def make_schedule(spec, geometry):
         blocks, num_items = num_active_blocks(args, table), table[uint32(num_requests)]
         first_block = block_of(num_items, blocks, first_item)
         last_block = block_of(num_items, blocks, int32(first_item + per_unit - 1))
-        return UnitStates(
-            b, kv_head, first_row, int32(first_block + unit_index), int32(last_block - first_block + 1)
-        )
+        return UnitStates(b, kv_head, first_row, int32(first_block + unit_index), int32(last_block - first_block + 1))
 
-    return Schedule(prepare, share, segment_at, unit_states)
+    return Schedule(prepare, work_of, share, segment_at, unit_states)
 
 
 @cuda.jit(device=True)

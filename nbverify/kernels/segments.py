@@ -8,28 +8,31 @@ There are two records.  The next segment is written into the one that the curren
 barrier that publishes it tells that everybody is done with the other.
 """
 
-from numba import cuda, int64
+from numba import cuda, int32, int64
 
 from nbverify.kernels import ptx
-from nbverify.kernels.geometry import WARP
+from nbverify.kernels.geometry import SEGMENT_FIELDS, WARP
 from nbverify.kernels.indices import load_index
 from nbverify.kernels.schedule import Request, Segment
-from nbverify.kernels.tiles import SEGMENT_FIELDS
 
 NEXT_POSITION, SHARE_END, MASK_START = 12, 13, 14
+STEP_START = 15  # step_schedule.py
 INDEX_LISTS = 16  # and the next one: in 16 aligned bytes
 
 
-def make_open_segment(spec, schedule):
+def make_open_segment(spec, schedule, *, may_be_there=False):
     """``open_segment(args, table, position, share_end, record)``: fill it.  Called by the block's first warp.
 
-    A block barrier has to follow, which publishes the record.
+    A block barrier has to follow, which publishes the record.  ``may_be_there``: the record may hold this segment
+    already (step_schedule.py).
     """
     reads_mask = spec.mask.reads_buffer
     segment_at = schedule.segment_at
 
     @cuda.jit(device=True)
     def open_segment(args, table, position, share_end, record):
+        if may_be_there and int32(record[STEP_START]) == position:
+            return
         segment = segment_at(args, table, position, share_end)
         request = segment.request
         mask_start = int64(0)

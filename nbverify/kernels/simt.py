@@ -58,7 +58,9 @@ def make_bodies(spec, geometry):
     merge_phase = make_merge_phase(spec, geometry, schedule)
     join = grid_sync if spec.reduction == "grid_sync" else two_launch
     scratch = merge_scratch_bytes(geometry.warps)
-    return join.make_bodies(schedule.prepare, split_phase, merge_phase, geometry.table_offset, scratch)
+    return join.make_bodies(
+        (schedule.prepare, schedule.prepare), split_phase, merge_phase, geometry.table_offset, scratch
+    )
 
 
 def make_split_phase(spec, geometry, schedule):

@@ -19,13 +19,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from nbverify.errors import ArgumentError
-from nbverify.kernels.geometry import WARP, SimtGeometry, merge_scratch_bytes, simt_geometry, table_bytes
+from nbverify.kernels.geometry import (
+    SEGMENT_FIELDS,
+    WARP,
+    SimtGeometry,
+    merge_scratch_bytes,
+    simt_geometry,
+    table_bytes,
+)
 from nbverify.spec import VerifySpec
 
 FRAG_ROWS = 16  # rows of an mma
 FRAG_KEYS = 16  # keys of an mma of P and V
 SHARED_PAD = 16  # bytes: rows of a width that is a multiple of 32 bytes then start in different banks (ldmatrix)
-SEGMENT_FIELDS = 18  # of a segment's record
 MAX_WARPS = 8  # 255 registers a thread
 MAX_ROLE_FRAGS = 4  # 64 rows
 MAX_LEAN_WARPS = 12  # 168 registers a thread
@@ -310,7 +316,9 @@ class MmaGeometry:
     @property
     def staging_parts(self) -> int:
         """How many times the score warps pass a part of their query columns through the ring: the fewest that fit."""
-        wholes = [n for n in (1, 2, 3, 4, 6) if self.query_steps % n == 0 and 2 * self.query_steps // n % self.copy_lanes == 0]
+        wholes = [
+            n for n in (1, 2, 3, 4, 6) if self.query_steps % n == 0 and 2 * self.query_steps // n % self.copy_lanes == 0
+        ]
         return next((n for n in wholes if self._staging_slots_of(n) <= self.stages), 1)
 
     @property

@@ -19,7 +19,7 @@ Numerics   products exact, sums of mma in float32, P rounded to the 16-bit type,
 
 from numba import cuda, int32, uint8, uint32
 
-from nbverify.kernels import ptx, walk_roles, walk_teams
+from nbverify.kernels import ptx, step_schedule, walk_roles, walk_teams
 from nbverify.kernels.geometry import merge_scratch_bytes
 from nbverify.kernels.kv_ring import make_ring
 from nbverify.kernels.schedule import make_schedule
@@ -31,11 +31,15 @@ from nbverify.reduce.merge import make_merge_phase
 def make_bodies(spec, geometry):
     """The kernel bodies of a spec, in launch order: one for grid_sync, two for two_launch."""
     schedule = make_schedule(spec, geometry)
+    prepares = schedule.prepare, schedule.prepare
+    if spec.schedule == "step":
+        prepares = tuple(step_schedule.make_prepare(geometry, with_segment=is_split) for is_split in (True, False))
+        schedule = schedule._replace(share=step_schedule.make_share(geometry))
     split_phase = make_split_phase(spec, geometry, schedule)
     merge_phase = make_merge_phase(spec, geometry, schedule)
     join = grid_sync if spec.reduction == "grid_sync" else two_launch
     scratch = merge_scratch_bytes(geometry.warps)
-    return join.make_bodies(schedule.prepare, split_phase, merge_phase, geometry.table_offset, scratch)
+    return join.make_bodies(prepares, split_phase, merge_phase, geometry.table_offset, scratch)
 
 
 def make_split_phase(spec, geometry, schedule):

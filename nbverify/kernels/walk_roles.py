@@ -18,10 +18,10 @@ Who waits for whom, and why that is enough
     tile free          value warps fetch into the slot of tile i - 1 when they have come to READY of tile i: that
                        barrier waits for all of them, so all have read that tile's V, and the score warps had read its K
                        before they published its P
-Each named barrier is used again only when its last phase is over: a score warp arrives at READY of number i - 2 after it
-waited at DONE of number i, for which all value warps must have passed READY of number i; a value warp arrives at DONE
-of number i - 2 after READY of it, for which all score warps must have passed DONE of number i.  A segment leaves all of
-them at rest: it has as many arrivals as waits.
+Each named barrier is used again only when its last phase is over: a score warp arrives at READY of number i - 2 after
+it waited at DONE of number i, for which all value warps must have passed READY of number i; a value warp arrives at
+DONE of number i - 2 after READY of it, for which all score warps must have passed DONE of number i.  A segment leaves
+all of them at rest: it has as many arrivals as waits.
     end of segment     a block barrier publishes what the score warps found out about the rows to the value warps
     next segment       another publishes its record
 All branches around barriers, shuffles and mma are the same for the whole warp.
@@ -30,10 +30,10 @@ Registers      Accumulators and queries want different numbers of them.  Where t
                and the target has ``setmaxnreg``, the value warps give some to the score warps for the time of the walk.
 """
 
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, int32, uint32
 
 from nbverify.kernels import ptx
-from nbverify.kernels.geometry import WARP
+from nbverify.kernels.geometry import SEGMENT_FIELDS, WARP
 from nbverify.kernels.outputs import make_finish_rows, make_write_outputs
 from nbverify.kernels.scores import make_load_queries, make_multiply_keys, step_registers_of
 from nbverify.kernels.segments import (
@@ -49,7 +49,6 @@ from nbverify.kernels.tiles import (
     FRAG_ROWS,
     LAUNCH_REGISTERS,
     SCORE_REGISTERS,
-    SEGMENT_FIELDS,
     VALUE_REGISTERS,
 )
 from nbverify.kernels.values import make_clean_values, make_multiply_values
@@ -62,7 +61,7 @@ def make_walk(spec, geometry, schedule, ring):
     """``walk_share(me, args, shared, table, position, share_end)``: all segments of the block's share."""
     score_warps, shifts_registers = geometry.row_frags, geometry.shifts_registers
     first_record = geometry.segments_offset
-    open_segment = make_open_segment(spec, schedule)
+    open_segment = make_open_segment(spec, schedule, may_be_there=spec.schedule == "step")
     walk_scores, walk_values = _make_walk_scores(spec, geometry, ring), _make_walk_values(spec, geometry, ring)
     write_outputs = make_write_outputs(spec, geometry)
     num_outputs = 4 * geometry.row_frags * geometry.value_frags

@@ -13,15 +13,15 @@ A warp without rows (the last tile of a request) fetches and releases tiles like
 All branches around barriers, shuffles and mma are the same for the whole warp.
 """
 
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, int32, uint32
 
 from nbverify.kernels import ptx
-from nbverify.kernels.geometry import FULL_WARP, WARP
+from nbverify.kernels.geometry import FULL_WARP, SEGMENT_FIELDS, WARP
 from nbverify.kernels.outputs import make_finish_rows, make_join_teams, make_write_outputs
 from nbverify.kernels.scores import make_load_queries, make_multiply_keys, step_registers_of
 from nbverify.kernels.segments import NEXT_POSITION, RECORD_BYTES, load_segment, make_open_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
-from nbverify.kernels.tiles import FRAG_ROWS, SEGMENT_FIELDS
+from nbverify.kernels.tiles import FRAG_ROWS
 from nbverify.kernels.values import make_multiply_values, make_rescale
 from nbverify.kernels.weights import ROWS_PER_LANE, make_weigh
 
@@ -29,7 +29,8 @@ from nbverify.kernels.weights import ROWS_PER_LANE, make_weigh
 def make_walk(spec, geometry, schedule, ring):
     """``walk_share(me, args, shared, table, position, share_end)``: all segments of the block's share."""
     first_record = geometry.segments_offset
-    open_segment, walk_segment = make_open_segment(spec, schedule), _make_walk_segment(spec, geometry, ring)
+    open_segment = make_open_segment(spec, schedule, may_be_there=spec.schedule == "step")
+    walk_segment = _make_walk_segment(spec, geometry, ring)
 
     @cuda.jit(device=True, forceinline=True)
     def walk_share(me, args, shared, table, position, share_end):

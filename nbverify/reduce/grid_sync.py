@@ -5,12 +5,12 @@ adds 2^31 less the others instead.  So each round adds 2^31 in all: bit 31 flips
 is what the blocks wait for, and the other bits are 0 again.  Nothing is ever reset, no launch number is needed, and a
 replay of a graph finds the counter as the launch before left it.
 
-All blocks must be resident at once, or those that wait keep the others out for ever: the launch carries the cooperative
-attribute, and the grid comes from the occupancy query.  Every block comes to the barrier exactly once whatever its work:
-idle blocks skip phase 1, and nothing returns early.
+All blocks must be resident at once, or those that wait keep the others out for ever: the launch carries the
+cooperative attribute, and the grid comes from the occupancy query.  Every block comes to the barrier exactly once
+whatever its work: idle blocks skip phase 1, and nothing returns early.
 
-Why not ``cuda.cg.this_grid().sync()``, which does the same: it is an external call, and beside one the assembler ignores
-``setmaxnreg``, which the walk in roles lives on, and gives every kernel a stack.
+Why not ``cuda.cg.this_grid().sync()``, which does the same: it is an external call, and beside one the assembler
+ignores ``setmaxnreg``, which the walk in roles lives on, and gives every kernel a stack.
 """
 
 from numba import cuda, int32, uint32
@@ -34,8 +34,12 @@ def grid_barrier(args):
     cuda.syncthreads()  # publishes to the block that all others have arrived
 
 
-def make_bodies(prepare, split_phase, merge_phase, table_offset, scratch_bytes):
-    """One kernel body.  ``table_offset`` is where the work table starts, in int32."""
+def make_bodies(prepares, split_phase, merge_phase, table_offset, scratch_bytes):
+    """One kernel body.  ``table_offset`` is where the work table starts, in int32.
+
+    ``prepares`` fill the table for a kernel that begins with the split phase, and for one that begins with the merge.
+    """
+    prepare, _ = prepares
 
     def verify(args):
         table = cuda.shared.array(0, int32, 16)[table_offset:]
