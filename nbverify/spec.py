@@ -82,8 +82,8 @@ class VerifySpec:
         for all launches that use the same lengths, such as the layers of a model; see ``BoundVerify.schedule``.  The
         results are bitwise the same.  Only with ``kernel="mma"``.
     kernel
-        "simt": the plain kernel.  "mma": tensor cores, faster, and not for every spec (head dims up to 256, or a
-        ``head_dim_v`` that is a multiple of 128): the plan refuses the others by name.
+        "simt": the plain kernel.  "mma": tensor cores, faster, and not for every spec (head dims up to 256, or
+        shared K/V and a ``head_dim_v`` that is a multiple of 128): the plan refuses the others by name.
     score_mod
         ``score_mod(score, request, head, node, key) -> score``: a plain function, compiled into the kernel.
 

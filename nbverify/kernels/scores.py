@@ -38,7 +38,8 @@ def make_load_queries(spec, geometry):
     stages, slot_bytes, pitch = geometry.stages, geometry.slot_bytes, geometry.staging_pitch
     first_slot, warps_per_slot = stages - geometry.staging_slots, geometry.staging_warps
     steps_per_part = steps // geometry.staging_parts
-    group, queries_offset, lanes = spec.group, geometry.queries_offset, geometry.copy_lanes
+    # Two lanes or more side by side in a row: a pass of the warp is 16 rows at most.
+    group, queries_offset, lanes = spec.group, geometry.queries_offset, max(2, geometry.copy_lanes)
     rows_per_pass, copies = WARP // lanes, 32 * steps_per_part // (CHUNK_BYTES * lanes)
 
     @cuda.jit(device=True, forceinline=True)

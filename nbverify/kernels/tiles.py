@@ -395,6 +395,7 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
     Rows
         As few as the spec's nodes x heads fill, in steps of 16: an unused row costs as much as a used one.  If they do
         not fit one tile, tiles of equal height.  Roles stop at 64 rows, whose outputs take half the register file.
+        Where shared memory is small: the tallest tiles whose queries have room.
     Keys
         Teams that the rows leave over take keys of their own: memory latency wants eight warps.  Tiles of 64 keys, and
         of 32 for MLA, make 16 to 37 KB a step; less where the device's shared memory is small.
@@ -405,27 +406,32 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
     Raises ArgumentError for widths that neither serves.
     """
     frags = -(-spec.max_nodes * spec.group // FRAG_ROWS)
-    if max(spec.head_dim_qk, spec.head_dim_v) <= ONE_WARP_MAX_DIM:
-        most = MAX_LEAN_WARPS if spec.head_dim_v // 2 + spec.head_dim_qk // 4 <= 96 else MAX_WARPS
-        row_teams = -(-frags // -(-frags // most))
-        key_teams = max(1, MAX_WARPS // row_teams)
-        widest = 32 if row_teams > MAX_WARPS else 64  # scores of 64 keys: 32 registers
-        shapes = []
-        while key_teams > 0:
-            keys = [max(FRAG_KEYS, widest // key_teams // n // FRAG_KEYS * FRAG_KEYS) for n in (1, 2, 4)]
-            shapes += [(1, 0, row_teams, key_teams, n) for n in dict.fromkeys(keys)]
-            key_teams //= 2
-    else:
-        row_frags = -(-frags // -(-frags // MAX_ROLE_FRAGS))
+    has_roles = max(spec.head_dim_qk, spec.head_dim_v) > ONE_WARP_MAX_DIM
+    if has_roles:
         value_warps = next((n for n in (8, 4, 2) if spec.head_dim_v % (16 * n) == 0), 0)
+        most = MAX_ROLE_FRAGS
         columns = spec.head_dim_v // max(1, value_warps)
-        if value_warps == 0 or row_frags * columns // 2 > 128:
+        if not spec.shared_kv or value_warps == 0 or min(frags, most) * columns // 2 > 128:
             raise ArgumentError(
                 "kernel",
-                "head dims up to 256, or a head_dim_v that is a multiple of 128, for 'mma' ('simt' takes all)",
-                f"head_dim_qk={spec.head_dim_qk}, head_dim_v={spec.head_dim_v}",
+                "head dims up to 256, or shared K/V and a head_dim_v that is a multiple of 128, for 'mma'; "
+                "'simt' takes all",
+                f"head_dim_qk={spec.head_dim_qk}, head_dim_v={spec.head_dim_v}, shared_kv={spec.shared_kv}",
             )
-        shapes = [(row_frags, value_warps, 1, 1, keys) for keys in (32, 16)]
+    else:
+        most = MAX_LEAN_WARPS if spec.head_dim_v // 2 + spec.head_dim_qk // 4 <= 96 else MAX_WARPS
+    heights = dict.fromkeys(-(-frags // n) for n in range(-(-frags // most), frags + 1))  # from the tallest down
+    shapes: list[tuple[int, int, int, int, int]] = []
+    for height in heights:
+        if has_roles:
+            shapes += [(height, value_warps, 1, 1, keys) for keys in (32, 16)]
+            continue
+        key_teams = max(1, MAX_WARPS // height)
+        widest = 32 if height > MAX_WARPS else 64  # scores of 64 keys: 32 registers
+        while key_teams > 0:
+            keys = [max(FRAG_KEYS, widest // key_teams // n // FRAG_KEYS * FRAG_KEYS) for n in (1, 2, 4)]
+            shapes += [(1, 0, height, key_teams, n) for n in dict.fromkeys(keys)]
+            key_teams //= 2
     for row_frags, value_warps, row_teams, key_teams, team_keys in shapes:
         tiles = MmaGeometry(
             head_dim_qk=spec.head_dim_qk,

@@ -147,7 +147,7 @@ def _make_walk_segment(spec, geometry, ring):
                     rescale(o, factors)
                 if tile > first_tile:
                     values = tile_address(shared, last_turn) + uint32(v_offset)
-                    if checked:
+                    if always_checked or checked:
                         multiply_checked_values(me, shared, uint32(0), values, p, o)
                     else:
                         multiply_values(me, shared, uint32(0), values, p, o)

@@ -205,8 +205,9 @@ NOT_COMPILED_IN = {"max_requests": 5, "max_nodes": 7, "max_kv_len": 2000, "sm_sc
 
 def test_every_field_is_in_the_key_or_a_runtime_parameter():
     fields = {f.name for f in dataclasses.fields(nv.VerifySpec)}
-    # shared_kv comes below; kernel has one value; score_mod is keyed by its code (compiled/test_cache.py).
-    assert fields == {*OTHER, *NOT_COMPILED_IN, "shared_kv", "kernel", "score_mod"}
+    # shared_kv comes below; schedule goes with one kernel only (emulated/test_step_schedule.py); kernel has one value;
+    # score_mod is keyed by its code (compiled/test_cache.py).
+    assert fields == {*OTHER, *NOT_COMPILED_IN, "shared_kv", "kernel", "schedule", "score_mod"}
 
 
 @pytest.mark.parametrize("name", OTHER)
