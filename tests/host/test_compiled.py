@@ -38,6 +38,7 @@ def test_a_sound_tile_passes():
     ({"local_bytes": 8}, "8 bytes of local memory, expected 0"),
     ({"stack_bytes": 16}, "16 bytes of stack, expected up to 0"),
     ({"registers": 169}, "169 registers, expected up to 168 with 384 threads"),
+    ({"registers": 169, "threads": 288}, "169 registers, expected up to 168 with 288 threads"),
     ({"registers": 256, "threads": 32}, "256 registers, expected up to 255"),
     ({"registers": 0}, "0 registers"),
     ({"static_shared_bytes": 1024}, "1024 bytes of static shared memory"),
