@@ -48,8 +48,7 @@ class GpuBackend:
         self.name = self.device.name
         self._target = compile.target_of(compile.override_cc() or self.device.cc)
         self.target = self._target.name
-        cc, is_specific = (self._target.major, self._target.minor), self._target.suffix == "a"
-        self.limits = limits_of(cc, self.device.shared_limit, specific=is_specific)
+        self.limits = limits_of((self._target.major, self._target.minor), self.device.shared_limit)
         self._spec, self._debug = spec, debug
         self._storage = {b.name: contract.storage_dtype(b, spec) for b in contract.BUFFERS}
         self._layout = launch.ParameterLayout(contract.parameters(spec))

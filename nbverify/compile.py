@@ -278,7 +278,12 @@ def _link(code: bytes, target: Target, kind: str) -> tuple[bytes, str]:
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
     options = LinkerOptions(
-        arch=target.name, verbose=True, link_time_optimization=True, ptx=kind == "ptx", ptxas_options=["-v"]
+        arch=target.name,
+        verbose=True,
+        link_time_optimization=True,
+        ptx=kind == "ptx",
+        ptxas_options=["-v"],
+        no_cache=True,
     )
     try:
         linker = Linker(ObjectCode.from_ltoir(code), options=options)

@@ -72,8 +72,8 @@ def table_bytes(max_requests: int) -> int:
 
 
 def merge_scratch_bytes(warps: int) -> int:
-    """Scratch of the merge, at the start of a block's shared memory: all runs of each group of two warps and more."""
-    return max(1, warps // 2) * MERGE_RUNS * MERGE_RUN_BYTES
+    """Scratch of the merge, at the start of a block's shared memory: all runs of a chunk for each warp."""
+    return warps * MERGE_RUNS * MERGE_RUN_BYTES
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,11 @@ class SimtGeometry:
     states_offset: int
     o_offset: int
     table_offset: int
+
+    @property
+    def split_cost(self) -> int:
+        """As in ``tiles.MmaGeometry``: next to nothing, as long as a tile takes here."""
+        return 0
 
     @property
     def warps(self) -> int:

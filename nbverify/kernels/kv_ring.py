@@ -40,6 +40,7 @@ from nbverify.kernels import ptx
 from nbverify.kernels.formats import make_widen_e4m3x4
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.kv_tiles import pool_row
+from nbverify.kernels.rows import make_advance, make_swizzle
 from nbverify.kernels.segments import INDEX_LISTS, load_segment
 
 BARRIER_BYTES = 8
@@ -78,7 +79,16 @@ def make_ring(spec, geometry):
     k_row_bytes, v_row_bytes = geometry.k_row_bytes, geometry.v_row_bytes
     raw_v_offset, newer_groups = keys_per_tile * k_row_bytes, max(0, raw_stages - 1)
     num_first_rows = index_slots * passes
-    widen_e4m3x4 = make_widen_e4m3x4(spec.dtype)
+    k_distance, v_distance = (k_row_bytes, v_row_bytes) if is_fp8 else (k_pitch, v_pitch)  # where rows are copied to
+    first_v = raw_v_offset if is_fp8 else v_offset
+    copy_k_row, copy_v_row = (
+        _make_copy_row(distance, lanes, steps, has_heads=has_heads)
+        for distance, steps in ((k_distance, k_steps), (v_distance, v_steps))
+    )
+    widen_k_row, widen_v_row = (
+        _make_widen_row(spec.dtype, raw_pitch, pitch, lanes, steps)
+        for raw_pitch, pitch, steps in ((k_row_bytes, k_pitch, k_steps), (v_row_bytes, v_pitch, v_steps))
+    )
 
     @cuda.jit(device=True, forceinline=True)
     def init(shared):
@@ -148,20 +158,6 @@ def make_ring(spec, geometry):
                 tile = int32(tile + 1)
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_row(pool, row, row_stride, kv_head, head_stride, target, piece, steps):
-        """This lane's pieces of a row: 16 bytes each, ``lanes`` lanes side by side."""
-        ptx.unroll_loops()
-        # 64-bit: it passes 2^31 in a pool of 4 GB.  Opaque: else the stride's bytes are kept over the whole walk.
-        start = ptx.opaque_u64(uint64(row) * uint64(row_stride))
-        if has_heads:
-            start += uint64(kv_head * head_stride)
-        source = ptx.global_address(pool, start) + uint64(piece * uint32(CHUNK_BYTES))
-        target = uint32(target + piece * uint32(CHUNK_BYTES))
-        for step in range(steps):
-            at = step * lanes * CHUNK_BYTES
-            ptx.cp_async_16(target + uint32(at), source + uint64(at))
-
-    @cuda.jit(device=True, forceinline=True)
     def rows_from(record, tile):
         """Rows of the request from the tile's first one on."""
         return int32(int32(load_segment(record).request.num_keys) - int32(tile * keys_per_tile))
@@ -171,28 +167,32 @@ def make_ring(spec, geometry):
         """Begin to copy this warp's rows of a tile, and the indices of the tile that follows in its index slot."""
         ptx.unroll_loops()
         piece, segment, rows = me.lane % uint32(lanes), load_segment(record), rows_from(record, tile)
-        k_distance, v_distance = (k_row_bytes, v_row_bytes) if is_fp8 else (k_pitch, v_pitch)
-        first_v = raw_v_offset if is_fp8 else v_offset
+        pool_rows = cuda.local.array(passes, uint32)
         for i in range(passes):
             row = my_row(me, i)
             if row < min(rows, int32(keys_per_tile)):
-                pool = pool_row(args, ptx.load_shared_u32(index_place(shared, tile, row)))
-                copy_row(
-                    args.k_cache, pool, args.k_cache_stride_slot, segment.kv_head, args.k_cache_stride_head,
-                    target + uint32(row * k_distance), piece, k_steps,
-                )  # fmt: skip
-                if separate_v:
-                    copy_row(
-                        args.v_cache, pool, args.v_cache_stride_slot, segment.kv_head, args.v_cache_stride_head,
-                        target + uint32(first_v + row * v_distance), piece, v_steps,
-                    )  # fmt: skip
+                pool_rows[i] = ptx.load_shared_u32(index_place(shared, tile, row))
         cuda.syncwarp()  # all lanes have read the index of their row: it may be overwritten
+        # Before the rows: what is read from shared memory here would queue behind their copies.
         for i in range(passes):
             row = my_row(me, i)
             later = int32(row + index_slots * keys_per_tile)
             if piece == uint32(0) and row < keys_per_tile and later < rows:
                 source = index_address(args, record, int32(tile * keys_per_tile + later))
                 ptx.cp_async_4(index_place(shared, tile, row), source)
+        for i in range(passes):
+            row = my_row(me, i)
+            if row < min(rows, int32(keys_per_tile)):
+                pool = pool_row(args, pool_rows[i])
+                copy_k_row(
+                    args.k_cache, pool, args.k_cache_stride_slot, segment.kv_head, args.k_cache_stride_head, target,
+                    row, piece,
+                )  # fmt: skip
+                if separate_v:
+                    copy_v_row(
+                        args.v_cache, pool, args.v_cache_stride_slot, segment.kv_head, args.v_cache_stride_head,
+                        target + uint32(first_v), row, piece,
+                    )  # fmt: skip
 
     @cuda.jit(device=True, forceinline=True)
     def raw_address(shared, tile):
@@ -208,19 +208,6 @@ def make_ring(spec, geometry):
         ptx.cp_async_commit()  # without rows, too: groups are counted
 
     @cuda.jit(device=True, forceinline=True)
-    def widen_row(source, target, piece, steps):
-        """What this lane has copied of a row.  The bound is opaque: unrolled, it takes registers that are not there."""
-        at, end = uint32(piece * uint32(CHUNK_BYTES)), ptx.opaque_u32(uint32(steps * lanes * CHUNK_BYTES))
-        while at < end:
-            x = ptx.load_shared_v4_u32(uint32(source + at))
-            wide = uint32(target + at * uint32(2))
-            a, b = widen_e4m3x4(x[0]), widen_e4m3x4(x[1])
-            ptx.store_shared_v4_u32(wide, (a[0], a[1], b[0], b[1]))
-            c, d = widen_e4m3x4(x[2]), widen_e4m3x4(x[3])
-            ptx.store_shared_v4_u32(wide + uint32(CHUNK_BYTES), (c[0], c[1], d[0], d[1]))
-            at = uint32(at + uint32(lanes * CHUNK_BYTES))
-
-    @cuda.jit(device=True, forceinline=True)
     def widen_rows(me, shared, record, tile, target):
         """This warp's rows of a tile from their raw slot to the ring, when they are there."""
         ptx.unroll_loops()
@@ -230,16 +217,9 @@ def make_ring(spec, geometry):
         for i in range(passes):
             row = my_row(me, i)
             if row < min(rows, int32(keys_per_tile)):
-                widen_row(
-                    uint32(source + uint32(row * k_row_bytes)), uint32(target + uint32(row * k_pitch)), piece, k_steps
-                )
+                widen_k_row(source, target, row, piece)
                 if separate_v:
-                    widen_row(
-                        uint32(source + uint32(raw_v_offset + row * v_row_bytes)),
-                        uint32(target + uint32(v_offset + row * v_pitch)),
-                        piece,
-                        v_steps,
-                    )
+                    widen_v_row(source + uint32(raw_v_offset), target + uint32(v_offset), row, piece)
 
     @cuda.jit(device=True, forceinline=True)
     def fetch(me, args, shared, record, tile, free):
@@ -287,3 +267,51 @@ def make_ring(spec, geometry):
         return int32(turn - 2)
 
     return Ring(init, find_first_rows, fetch, wait_full, release, tile_address, next_turn, turn_before)
+
+
+def _make_copy_row(pitch, lanes, steps, *, has_heads):
+    """``copy_row(pool, pool_row, row_stride, kv_head, head_stride, target, row, piece)``: begin to copy a row.
+
+    Its pieces of 16 bytes that are this lane's, ``lanes`` lanes side by side.  ``target`` is where row 0 lies.
+    """
+    swizzle, advance = make_swizzle(pitch), make_advance(pitch)
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_row(pool, pool_row, row_stride, kv_head, head_stride, target, row, piece):
+        ptx.unroll_loops()
+        # 64-bit: it passes 2^31 in a pool of 4 GB.  Opaque: else the stride's bytes are kept over the whole walk.
+        start = ptx.opaque_u64(uint64(pool_row) * uint64(row_stride))
+        if has_heads:
+            start += uint64(kv_head * head_stride)
+        mine = uint32(piece * uint32(CHUNK_BYTES))
+        source = ptx.global_address(pool, start) + uint64(mine)
+        place = uint32(target + uint32(row * pitch) + (mine ^ swizzle(row)))
+        for step in range(steps):
+            at = step * lanes * CHUNK_BYTES
+            ptx.cp_async_16(advance(place, at), source + uint64(at))
+
+    return copy_row
+
+
+def _make_widen_row(dtype, raw_pitch, pitch, lanes, steps):
+    """``widen_row(source, target, row, piece)``: what this lane has copied of a row, to the ring.
+
+    The bound is opaque: unrolled, it takes registers that are not there.
+    """
+    raw_swizzle, swizzle, widen_e4m3x4 = make_swizzle(raw_pitch), make_swizzle(pitch), make_widen_e4m3x4(dtype)
+
+    @cuda.jit(device=True, forceinline=True)
+    def widen_row(source, target, row, piece):
+        raw_row, wide_row = uint32(source + uint32(row * raw_pitch)), uint32(target + uint32(row * pitch))
+        at, end = uint32(piece * uint32(CHUNK_BYTES)), ptx.opaque_u32(uint32(steps * lanes * CHUNK_BYTES))
+        while at < end:
+            x = ptx.load_shared_v4_u32(uint32(raw_row + (at ^ raw_swizzle(row))))
+            wide = uint32(at * uint32(2))
+            a, b = widen_e4m3x4(x[0]), widen_e4m3x4(x[1])
+            ptx.store_shared_v4_u32(uint32(wide_row + (wide ^ swizzle(row))), (a[0], a[1], b[0], b[1]))
+            c, d = widen_e4m3x4(x[2]), widen_e4m3x4(x[3])
+            wide = uint32(wide + uint32(CHUNK_BYTES))
+            ptx.store_shared_v4_u32(uint32(wide_row + (wide ^ swizzle(row))), (c[0], c[1], d[0], d[1]))
+            at = uint32(at + uint32(lanes * CHUNK_BYTES))
+
+    return widen_row

@@ -161,12 +161,16 @@ def make_write_outputs(spec, geometry):
                         even, odd = libdevice.fmul_rn(o[at], factor), libdevice.fmul_rn(o[at + 1], factor)
                         ptx.store_global_u32(target + uint64(16 * j), pack(even, odd))
         else:
-            target = ptx.global_address(args.partial_o, (segment.state * rows_per_tile + row) * head_dim_v + column)
+            # A lane's four columns of 16 side by side (merge.py): two fragments in one store, lines half as often.
+            first_place = (
+                (segment.state * rows_per_tile + row) * head_dim_v + column // 8 * 8 + lane % LANES_PER_ROW * 4
+            )
+            target = ptx.global_address(args.partial_o, first_place)
             for r in range(rows):
                 if 8 * r < left:
-                    for j in range(value_frags):
+                    for j in range(0, value_frags, 2):
                         at = (r // 2 * value_frags + j) * 4 + r % 2 * 2
                         place = target + uint64(4 * (8 * r * head_dim_v + 8 * j))
-                        ptx.store_global_v2_f32(place, (o[at], o[at + 1]))
+                        ptx.store_global_v4_f32(place, (o[at], o[at + 1], o[at + 4], o[at + 5]))
 
     return write_outputs

@@ -5,6 +5,7 @@
     item       the quantum of work of a row unit: one tile of keys (balanced) or one chunk of tiles (fixed).
     line       all items of all row units, request after request, unit after unit.  Block k of a grid of G takes the
                items [k * I / G, (k + 1) * I / G) of the I items: no block has more than one item above the average.
+               With few items some blocks stay idle (``active_blocks``).
     segment    what a block works on at a time: a row unit x a range of key tiles.
                  balanced   consecutive items of one unit that fall to one block
                  fixed      exactly one item, whoever runs it
@@ -157,7 +158,7 @@ def make_schedule(spec, geometry):
     rows_per_tile, keys_per_tile = geometry.rows_per_tile, geometry.keys_per_tile
     group, num_kv_heads = spec.group, spec.num_kv_heads
     threads = geometry.threads
-    is_fixed = spec.split == "fixed"
+    is_fixed, split_cost = spec.split == "fixed", geometry.split_cost
 
     @cuda.jit(device=True)
     def num_units(request):
@@ -201,15 +202,26 @@ def make_schedule(spec, geometry):
         cuda.syncthreads()  # publishes the sums to the block
 
     @cuda.jit(device=True)
-    def num_active_blocks(args, table):
-        """Blocks that share the line: with fewer items than blocks, one item each, and the others idle."""
-        return min(int32(cuda.gridDim.x), table[uint32(args.num_requests)])
+    def active_blocks(num_items):
+        """Blocks that share the line; the others idle.
+
+        All, or as many as have ``k`` items each, the k at which one more would cost more time than it saves: k items to
+        walk, and num_items / k partial states to write and merge, which all blocks do at the speed of one L2.
+        """
+        blocks = min(int32(cuda.gridDim.x), num_items)
+        # In int32: few items are fewer than blocks^2 * split_cost / 1024, and split_cost is below 1024.
+        if not is_fixed and num_items < int32(uint32(blocks * blocks) // uint32(1024) * uint32(split_cost)):
+            each = int32(1)
+            while each * (each + 1) * 1024 < num_items * split_cost:
+                each = int32(each + 1)
+            blocks = min(blocks, quotient(num_items + each - 1, each))
+        return blocks
 
     @cuda.jit(device=True)
     def share(args, table):
         # Opaque: else its address is kept for the merge, in a register that the walk lacks.
         num_items = table[ptx.opaque_u32(args.num_requests)]
-        block, blocks = int32(cuda.blockIdx.x), min(int32(cuda.gridDim.x), num_items)
+        block, blocks = int32(cuda.blockIdx.x), active_blocks(num_items)
         if block >= blocks:
             return int32(0), int32(0)
         return block_begin(num_items, blocks, block), block_begin(num_items, blocks, block + 1)
@@ -256,11 +268,13 @@ def make_schedule(spec, geometry):
         kv_head, first_row = place_of(unit)
         # Units of one request have equally many items: no lengths are read here.
         before = table[uint32(b)]
-        per_unit = quotient(table[uint32(b + 1)] - before, units[uint32(b + 1)] - units[uint32(b)])
+        units_here = max(int32(1), units[uint32(b + 1)] - units[uint32(b)])  # 0 if the batch has no unit at all
+        per_unit = quotient(table[uint32(b + 1)] - before, units_here)
         first_item = int32(before + unit * per_unit)
         if is_fixed:
             return UnitStates(b, kv_head, first_row, first_item, per_unit)
-        blocks, num_items = num_active_blocks(args, table), table[uint32(num_requests)]
+        num_items = table[uint32(num_requests)]
+        blocks = active_blocks(num_items)
         first_block = block_of(num_items, blocks, first_item)
         last_block = block_of(num_items, blocks, int32(first_item + per_unit - 1))
         return UnitStates(b, kv_head, first_row, int32(first_block + unit_index), int32(last_block - first_block + 1))

@@ -8,15 +8,19 @@ Layout of scores in a lane: ``s[(r * key_frags + j) * 2 + i]`` is row ``8 r + g`
 """
 
 from numba import cuda, int32, int64, uint32, uint64
+from numba.cuda import libdevice
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.kv_ring import CHUNK_BYTES
+from nbverify.kernels.rows import make_advance, make_swizzle
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import ZERO
 from nbverify.kernels.tiles import FRAG_ROWS
 
 NONE_PENDING = 0
+STEP_BYTES = 32  # of a row: 16 columns
+QUERIES = 6  # first of the named barriers of warps that share fragments (walk_roles.py has those below)
 FRAG_BYTES = 16 * WARP  # four 32-bit registers of each lane
 
 
@@ -25,28 +29,52 @@ def make_multiply(dtype):
     return ptx.mma_bf16 if dtype == "bfloat16" else ptx.mma_f16
 
 
-def make_load_queries(spec, geometry):
-    """``load_queries(me, args, shared, record, turn, first_row, queries)``: a row fragment, once a segment.
+def make_find_step(geometry):
+    """``first_column(part)`` and ``step_columns(k)``: where step ``k`` of a column part lies in a row, in bytes.
 
-    ``first_row`` is the fragment's first row in the row unit.  The rows come by cp.async into slots of the ring that
-    are not used yet, the last ones from turn ``turn`` on, and from there as operands into ``queries``; in parts of some
-    columns where the ring is small.  The steps for which there is no register lie as fragments in shared memory, each
-    lane its own 16 bytes.  No other warp takes part.
+    Parts take turns of ``run_steps`` steps; the sum of the two is that place.
+    """
+    parts, run = geometry.column_parts, geometry.run_steps
+
+    @cuda.jit(device=True, forceinline=True)
+    def first_column(part):
+        return uint32(part * uint32(run * STEP_BYTES))
+
+    @cuda.jit(device=True, forceinline=True)
+    def step_columns(k):
+        return (k // run * parts * run + k % run) * STEP_BYTES
+
+    return first_column, step_columns
+
+
+def make_load_queries(spec, geometry):
+    """A score warp's fragments, once a segment: ``request(me, args, shared, record, turn, first_row)``, and then
+    ``load_queries(me, args, shared, record, turn, first_row, queries)``.
+
+    ``first_row`` is the first row, in the row unit, of the warp's own fragment.  Its rows come by cp.async into slots
+    of the ring that are not used yet, the last ones from turn ``turn`` on; in parts of some columns where the ring is
+    small.  ``request`` begins with the first part, before the keys are asked for: behind them it would wait.
+
+    From there warps that share fragments take, each, their columns of all of them, as operands into ``queries``: the
+    fragment of warp ``part + j`` of those is number ``k * column_parts + j``.  Those for which there is no register lie
+    in shared memory, each lane its own 16 bytes.
     A row past the end reads some other row: it is computed and not written.
     """
     steps, kept, rest = geometry.query_steps, geometry.query_steps_kept, geometry.query_rest
     stages, slot_bytes, pitch = geometry.stages, geometry.slot_bytes, geometry.staging_pitch
     first_slot, warps_per_slot = stages - geometry.staging_slots, geometry.staging_warps
-    steps_per_part = steps // geometry.staging_parts
+    steps_per_pass, parts = steps // geometry.staging_parts, geometry.column_parts
     # Two lanes or more side by side in a row: a pass of the warp is 16 rows at most.
     group, queries_offset, lanes = spec.group, geometry.queries_offset, max(2, geometry.copy_lanes)
-    rows_per_pass, copies = WARP // lanes, 32 * steps_per_part // (CHUNK_BYTES * lanes)
+    rows_per_pass, copies = WARP // lanes, STEP_BYTES * steps_per_pass // (CHUNK_BYTES * lanes)
+    swizzle, advance = make_swizzle(pitch), make_advance(pitch)
+    first_column, step_columns = make_find_step(geometry)
 
     @cuda.jit(device=True, forceinline=True)
-    def waiting_rows(me, shared, turn):
-        """Where this warp's query rows wait."""
-        slot = uint32(uint32(turn >> 1) + uint32(first_slot) + me.warp // uint32(warps_per_slot)) % uint32(stages)
-        place = me.warp % uint32(warps_per_slot) * uint32(FRAG_ROWS * pitch)
+    def waiting_rows(shared, turn, warp):
+        """Where the query rows of a score warp wait."""
+        slot = uint32(uint32(turn >> 1) + uint32(first_slot) + warp // uint32(warps_per_slot)) % uint32(stages)
+        place = warp % uint32(warps_per_slot) * uint32(FRAG_ROWS * pitch)
         return uint32(shared + slot * uint32(slot_bytes) + place)
 
     @cuda.jit(device=True, forceinline=True)
@@ -62,53 +90,83 @@ def make_load_queries(spec, geometry):
         return ptx.global_address(args.q, token * args.q_stride_token + head * args.q_stride_head)
 
     @cuda.jit(device=True, forceinline=True)
+    def sync_readers(me):
+        """The warps that share fragments."""
+        if parts > 1:
+            ptx.barrier_sync(uint32(uint32(QUERIES) + me.warp // uint32(parts)), uint32(parts * WARP))
+        else:
+            cuda.syncwarp()
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_part(me, args, shared, record, turn, first_row, first_step):
+        """Begin to copy the columns of some steps."""
+        ptx.unroll_loops()
+        lane, segment, waiting = int32(me.lane), load_segment(record), waiting_rows(shared, turn, me.warp)
+        piece = uint32(lane % lanes * CHUNK_BYTES)
+        for start in range(0, FRAG_ROWS, rows_per_pass):
+            row = int32(start + lane // lanes)
+            source = row_address(args, segment, int32(first_row + row))
+            source += uint64(piece + uint32(STEP_BYTES * first_step))
+            target = uint32(waiting + uint32(row * pitch) + (piece ^ swizzle(row)))
+            for i in range(copies):
+                at = i * lanes * CHUNK_BYTES
+                ptx.cp_async_16(advance(target, at), source + uint64(at))
+        ptx.cp_async_commit()
+
+    @cuda.jit(device=True, forceinline=True)
+    def request(me, args, shared, record, turn, first_row):
+        copy_part(me, args, shared, record, turn, first_row, 0)
+
+    @cuda.jit(device=True, forceinline=True)
     def load_queries(me, args, shared, record, turn, first_row, queries):
         ptx.unroll_loops()
-        lane, segment, waiting = int32(me.lane), load_segment(record), waiting_rows(me, shared, turn)
-        piece = uint32(lane % lanes * CHUNK_BYTES)
+        lane, part = int32(me.lane), uint32(me.warp % uint32(parts))
         # Rows 0-7 and 8-15 of the first 8 columns, then of the next 8.
-        fragment = waiting + uint32(lane % 16 * pitch + lane // 16 * 16)
+        row, column = uint32(lane % 16), uint32(uint32(lane // 16 * CHUNK_BYTES) + first_column(part))
+        place = uint32(row * uint32(pitch) + (column ^ swizzle(row)))
         mine = uint32(shared + me.warp * uint32(rest * FRAG_BYTES) + me.lane * uint32(16) + uint32(queries_offset))
-        for first_step in range(0, steps, steps_per_part):
-            cuda.syncwarp()  # the part before has been read
-            for start in range(0, FRAG_ROWS, rows_per_pass):
-                row = int32(start + lane // lanes)
-                source = row_address(args, segment, int32(first_row + row)) + uint64(piece + uint32(32 * first_step))
-                target = uint32(waiting + uint32(row * pitch) + piece)
-                for i in range(copies):
-                    at = i * lanes * CHUNK_BYTES
-                    ptx.cp_async_16(target + uint32(at), source + uint64(at))
-            ptx.cp_async_commit()
+        for first_step in range(0, steps, steps_per_pass):
+            if first_step > 0:
+                sync_readers(me)  # the part before has been read
+                copy_part(me, args, shared, record, turn, first_row, first_step)
             ptx.cp_async_wait(NONE_PENDING)
-            cuda.syncwarp()  # publishes the rows to the warp
-            for i in range(steps_per_part):
-                x, k = ptx.ldmatrix_x4(fragment + uint32(32 * i)), first_step + i
-                if k < kept:
-                    queries[4 * k], queries[4 * k + 1], queries[4 * k + 2], queries[4 * k + 3] = x[0], x[1], x[2], x[3]
-                else:
-                    ptx.store_shared_v4_u32(mine + uint32((k - kept) * FRAG_BYTES), x)
+            sync_readers(me)  # publishes the rows to them
+            for j in range(parts):
+                owner = uint32(me.warp - part + (part + uint32(j)) % uint32(parts))
+                fragment = uint32(waiting_rows(shared, turn, owner) + place)
+                for i in range(steps_per_pass // parts):
+                    x, q = ptx.ldmatrix_x4(advance(fragment, step_columns(i))), first_step + i * parts + j
+                    if q < kept:
+                        queries[4 * q], queries[4 * q + 1], queries[4 * q + 2], queries[4 * q + 3] = (
+                            x[0], x[1], x[2], x[3],
+                        )  # fmt: skip
+                    else:
+                        ptx.store_shared_v4_u32(mine + uint32((q - kept) * FRAG_BYTES), x)
 
-    return load_queries
+    return request, load_queries
 
 
 def step_registers_of(geometry):
     """32-bit registers of the operands of a k16 step."""
-    return 2 * geometry.key_frags + (4 if geometry.query_rest else 0)
+    return 2 * geometry.key_frags + (4 * geometry.column_parts if geometry.query_rest else 0)
 
 
 def make_multiply_keys(spec, geometry):
     """``multiply_keys(me, shared, tile, queries, fragments, s, begin, end)``: steps ``begin`` to ``end`` of Q K^T.
 
-    ``tile`` is the address of the tile's K rows.  A call that begins with step 0 starts the sums anew.
+    ``tile`` is the address of the tile's K rows.  A call that begins with step 0 starts the sums anew.  ``s`` has the
+    scores of all fragments of the warp one after the other, its own first; with several column parts they are sums over
+    the warp's columns alone (``make_exchange``).
     """
-    steps, kept, rest = geometry.query_steps, geometry.query_steps_kept, geometry.query_rest
+    steps, kept, rest = geometry.part_steps, geometry.query_steps_kept, geometry.query_rest
     key_frags, team_keys, row_teams, has_roles = (
         geometry.key_frags, geometry.team_keys, geometry.row_teams, geometry.has_roles,
     )  # fmt: skip
-    k_pitch, queries_offset = geometry.k_pitch, geometry.queries_offset
+    k_pitch, queries_offset, parts = geometry.k_pitch, geometry.queries_offset, geometry.column_parts
     row_stride, key_pairs = 2 * key_frags, key_frags // 2
     step_registers, ahead = step_registers_of(geometry), geometry.steps_ahead
-    multiply = make_multiply(spec.dtype)
+    multiply, swizzle, advance = make_multiply(spec.dtype), make_swizzle(k_pitch), make_advance(k_pitch)
+    first_column, step_columns = make_find_step(geometry)
 
     @cuda.jit(device=True, forceinline=True)
     def load_step(keys, mine, k, fragments):
@@ -116,13 +174,14 @@ def make_multiply_keys(spec, geometry):
         ptx.unroll_loops()
         here = k % (ahead + 1) * step_registers
         for pair in range(key_pairs):
-            x = ptx.ldmatrix_x4(keys + uint32(pair * 16 * k_pitch + k * 32))
+            x = ptx.ldmatrix_x4(advance(keys, step_columns(k)) + uint32(pair * 16 * k_pitch))
             at = here + 4 * pair
             fragments[at], fragments[at + 1], fragments[at + 2], fragments[at + 3] = x[0], x[1], x[2], x[3]
-        if k >= kept:
-            x = ptx.load_shared_v4_u32(mine + uint32((k - kept) * FRAG_BYTES))
-            at = here + 4 * key_pairs
-            fragments[at], fragments[at + 1], fragments[at + 2], fragments[at + 3] = x[0], x[1], x[2], x[3]
+        for j in range(parts):
+            q, at = k * parts + j, here + 4 * key_pairs + 4 * j
+            if q >= kept:
+                x = ptx.load_shared_v4_u32(mine + uint32((q - kept) * FRAG_BYTES))
+                fragments[at], fragments[at + 1], fragments[at + 2], fragments[at + 3] = x[0], x[1], x[2], x[3]
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_keys(me, shared, tile, queries, fragments, s, begin, end):
@@ -130,12 +189,15 @@ def make_multiply_keys(spec, geometry):
         lane, warp = me.lane, me.warp
         # Matrices of the ldmatrix: keys 0-7 and then 8-15, of each the first and then the second 8 columns.
         key, half = lane % uint32(8) + lane // uint32(16) * uint32(8), lane // uint32(8) % uint32(2)
-        if not has_roles:
+        column = uint32(half * uint32(CHUNK_BYTES))
+        if has_roles:
+            column = uint32(column + first_column(warp % uint32(parts)))
+        else:
             key = uint32(key + warp // uint32(row_teams) * uint32(team_keys))
-        keys = uint32(tile + key * uint32(k_pitch) + half * uint32(16))
+        keys = uint32(tile + key * uint32(k_pitch) + (column ^ swizzle(key)))
         mine = uint32(shared + warp * uint32(rest * FRAG_BYTES) + lane * uint32(16) + uint32(queries_offset))
         if begin == 0:
-            for i in range(2 * row_stride):
+            for i in range(2 * row_stride * parts):
                 s[i] = ZERO
             for k in range(min(ahead, steps)):
                 load_step(keys, mine, k, fragments)
@@ -143,15 +205,60 @@ def make_multiply_keys(spec, geometry):
             if k + ahead < steps:
                 load_step(keys, mine, k + ahead, fragments)
             here = k % (ahead + 1) * step_registers
-            if k < kept:
-                a = (queries[4 * k], queries[4 * k + 1], queries[4 * k + 2], queries[4 * k + 3])
-            else:
-                q = here + 4 * key_pairs
-                a = (fragments[q], fragments[q + 1], fragments[q + 2], fragments[q + 3])
-            for j in range(key_frags):
-                up, b = 2 * j, here + 2 * j
-                low = up + row_stride
-                c = multiply(a, (fragments[b], fragments[b + 1]), (s[up], s[up + 1], s[low], s[low + 1]))
-                s[up], s[up + 1], s[low], s[low + 1] = c[0], c[1], c[2], c[3]
+            for j in range(parts):
+                q, at = k * parts + j, here + 4 * key_pairs + 4 * j
+                if q < kept:
+                    a = (queries[4 * q], queries[4 * q + 1], queries[4 * q + 2], queries[4 * q + 3])
+                else:
+                    a = (fragments[at], fragments[at + 1], fragments[at + 2], fragments[at + 3])
+                for n in range(key_frags):
+                    up, b = 2 * row_stride * j + 2 * n, here + 2 * n
+                    low = up + row_stride
+                    c = multiply(a, (fragments[b], fragments[b + 1]), (s[up], s[up + 1], s[low], s[low + 1]))
+                    s[up], s[up + 1], s[low], s[low + 1] = c[0], c[1], c[2], c[3]
 
     return multiply_keys
+
+
+def make_exchange(geometry):
+    """Sums over the columns of one warp become scores.
+
+    ``send(me, shared, parity, s)`` gives the others of the warps that share fragments what belongs to theirs, and
+    ``add(me, shared, parity, own)`` adds what they gave to ``own``, in a fixed order.  A barrier of these warps lies
+    between the two, and another one between an ``add`` and the next ``send`` of its parity.
+    """
+    parts, key_frags = geometry.column_parts, geometry.key_frags
+    exchange_offset, exchange_bytes = geometry.exchange_offset, geometry.exchange_bytes
+    num_scores = 4 * key_frags
+    warp_bytes = (parts - 1) * key_frags * FRAG_BYTES
+
+    @cuda.jit(device=True, forceinline=True)
+    def place_of(me, shared, parity, warp):
+        start = uint32(parity * uint32(exchange_bytes) + warp * uint32(warp_bytes) + me.lane * uint32(16))
+        return uint32(uint32(shared + start) + uint32(exchange_offset))
+
+    @cuda.jit(device=True, forceinline=True)
+    def send(me, shared, parity, s):
+        ptx.unroll_loops()
+        part = uint32(me.warp % uint32(parts))
+        for j in range(1, parts):
+            owner = uint32(me.warp - part + (part + uint32(j)) % uint32(parts))
+            target = place_of(me, shared, parity, owner)
+            for f in range(key_frags):
+                at = num_scores * j + 4 * f
+                ptx.store_shared_v4_f32(
+                    target + uint32(((j - 1) * key_frags + f) * FRAG_BYTES), (s[at], s[at + 1], s[at + 2], s[at + 3])
+                )
+
+    @cuda.jit(device=True, forceinline=True)
+    def add(me, shared, parity, own):
+        ptx.unroll_loops()
+        if parts > 1:
+            source = place_of(me, shared, parity, me.warp)
+            for j in range(1, parts):
+                for f in range(key_frags):
+                    x = ptx.load_shared_v4_f32(source + uint32(((j - 1) * key_frags + f) * FRAG_BYTES))
+                    for i in range(4):
+                        own[4 * f + i] = libdevice.fadd_rn(own[4 * f + i], x[i])
+
+    return send, add

@@ -46,7 +46,7 @@ from nbverify.kernels.softmax import (
     weight,
 )
 from nbverify.reduce import grid_sync, two_launch
-from nbverify.reduce.merge import make_merge_phase
+from nbverify.reduce.merge import make_merge_phase, place_of_pair
 
 HIDDEN = float32(-1.0)  # a weight is never negative
 
@@ -55,8 +55,9 @@ def make_bodies(spec, geometry):
     """The kernel bodies of a spec, in launch order: one for grid_sync, two for two_launch."""
     schedule = make_schedule(spec, geometry)
     split_phase = make_split_phase(spec, geometry, schedule)
-    merge_phase = make_merge_phase(spec, geometry, schedule)
-    join = grid_sync if spec.reduction == "grid_sync" else two_launch
+    is_one_launch = spec.reduction == "grid_sync"
+    join, wait = (grid_sync, grid_sync.grid_barrier) if is_one_launch else (two_launch, two_launch.no_barrier)
+    merge_phase = make_merge_phase(spec, geometry, schedule, wait)
     scratch = merge_scratch_bytes(geometry.warps)
     return join.make_bodies(
         (schedule.prepare, schedule.prepare), split_phase, merge_phase, geometry.table_offset, scratch
@@ -146,11 +147,12 @@ def make_split_phase(spec, geometry, schedule):
 
     @cuda.jit(device=True)
     def write_partial(args, state_row, o_row, maximum, total):
-        """The state of a row that other blocks share.  One warp.  Columns in order, float32."""
+        """The state of a row that other blocks share.  One warp.  Float32, in the order of reduce/merge.py."""
         lane = cuda.threadIdx.x % WARP
         for word in range(lane, v_words, WARP):
-            args.partial_o[state_row * head_dim_v + 2 * word] = o_row[word]
-            args.partial_o[state_row * head_dim_v + 2 * word + 1] = o_row[v_words + word]
+            place = state_row * head_dim_v + place_of_pair(word)
+            args.partial_o[place] = o_row[word]
+            args.partial_o[place + 1] = o_row[v_words + word]
         if lane == 0:
             args.partial_ml[2 * state_row] = maximum
             args.partial_ml[2 * state_row + 1] = total

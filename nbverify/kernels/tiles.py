@@ -27,11 +27,12 @@ from nbverify.kernels.geometry import (
     simt_geometry,
     table_bytes,
 )
+from nbverify.kernels.rows import LINE_BYTES, row_pitch
 from nbverify.spec import VerifySpec
 
 FRAG_ROWS = 16  # rows of an mma
 FRAG_KEYS = 16  # keys of an mma of P and V
-SHARED_PAD = 16  # bytes: rows of a width that is a multiple of 32 bytes then start in different banks (ldmatrix)
+LINE_STEPS = LINE_BYTES // 32  # k16 steps of a line of shared memory
 MAX_WARPS = 8  # 255 registers a thread
 MAX_ROLE_FRAGS = 4  # 64 rows
 MAX_LEAN_WARPS = 12  # 168 registers a thread
@@ -43,11 +44,11 @@ ONE_WARP_MAX_DIM = 256  # accumulators of 16 rows x 256 columns: 128 registers
 TABLE_RESERVE = 1024  # bytes kept free for the work table, so that the tile does not depend on max_requests below 63
 # Registers beside a warp's large arrays: fragments in flight, addresses, row states.  Found by compiling: less spills.
 TEAM_REGISTERS = 64
-ROLE_REGISTERS = 48
+ROLE_REGISTERS = 24  # and the operands of two steps
 WIDEN_REGISTERS = 8  # fp8: a second ring
-# Registers of a thread where four score warps and eight value warps share them out.  They are taken from a pool: 128
-# score threads and 256 value threads must not ask for more than 384 threads have at launch.
-LAUNCH_REGISTERS, SCORE_REGISTERS, VALUE_REGISTERS = 168, 184, 160
+
+# Measured on an H200: partial states, written and merged, of all blocks together; of one block an mma, and pool rows.
+PARTIAL_BYTES_PER_CLOCK, CLOCKS_PER_MMA, POOL_BYTES_PER_CLOCK = 1100, 2.7, 20
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,6 @@ class DeviceLimits:
 
     shared_bytes: int  # that a block may use (opt-in)
     can_suspend: bool  # a thread that waits at an mbarrier: compute capability 9.0 and up
-    can_shift: bool  # registers between warps (setmaxnreg): the targets with an "a", sm_90a and up
 
 
 # Opt-in shared memory of a block by compute capability (CUDA C++ Programming Guide, "Technical Specifications").
@@ -67,26 +67,24 @@ SHARED_BYTES = {
 SMALLEST_SHARED_BYTES = min(SHARED_BYTES.values())
 
 
-def limits_of(cc: tuple[int, int], shared_bytes: int | None = None, *, specific: bool = True) -> DeviceLimits:
-    """Limits of a compute capability; ``shared_bytes`` where a device or a user says it.
-
-    ``specific``: code is compiled for this architecture alone (``compile.Target``).
-    """
+def limits_of(cc: tuple[int, int], shared_bytes: int | None = None) -> DeviceLimits:
+    """Limits of a compute capability; ``shared_bytes`` where a device or a user says it."""
     if shared_bytes is None:
         shared_bytes = SHARED_BYTES.get(cc, SMALLEST_SHARED_BYTES)
-    return DeviceLimits(shared_bytes, can_suspend=cc >= (9, 0), can_shift=specific and cc >= (9, 0))
+    return DeviceLimits(shared_bytes, can_suspend=cc >= (9, 0))
 
 
 @dataclass(frozen=True)
 class MmaGeometry:
     """Constants of one tensor-core kernel.  Offsets into shared memory are in bytes; regions in this order:
 
-        ring        [stages] of a key tile: K rows, then V rows if they are apart; rows padded by 16 bytes
+        ring        [stages] of a key tile: K rows, then V rows if they are apart, as kernels/rows.py has them
         raw         [raw_stages] of a key tile as the pool has it (fp8): K rows, then V rows, not padded
         weights     [2, team_keys / 16, row_frags, lanes, 4]  P as mma fragments, 32-bit pairs (roles)
         factors     [2, rows_per_tile]  float32, rescaling of a row's output by the last tile (roles)
         flags       [2, 4]  uint32, one a score warp: some factor is not 1 (roles)
         indices     [index_slots, keys_per_tile]  uint32, pool rows of the tiles to come
+        exchange    [2, row_frags, column_parts - 1, key_frags, lanes, 4]  float32, parts of scores
         states      [key_teams, rows_per_tile, 2]  float32, (m, l) of a team's rows (if there are several key teams)
         finals      [rows_per_tile]  float32, factors of the rows' outputs
         queries     [score warps, query_rest, lanes, 4]  32-bit pairs: fragments for which there is no register
@@ -105,12 +103,12 @@ class MmaGeometry:
     row_teams: int  # roles: 1
     key_teams: int  # roles: 1
     team_keys: int
+    column_parts: int  # score warps that share their fragments, each with a part of the columns; teams: 1
     cache_bytes: int  # of an element in the pool: 2, or 1 for fp8
     stages: int
     raw_stages: int  # fp8: tiles on their way; they are widened into the ring.  Else 0
     query_steps_kept: int
     can_suspend: bool
-    can_shift: bool
 
     # --- warps
 
@@ -123,11 +121,6 @@ class MmaGeometry:
     def warps(self) -> int:
         """Warps of a block."""
         return self.row_frags + self.value_warps if self.has_roles else self.row_teams * self.key_teams
-
-    @property
-    def shifts_registers(self) -> bool:
-        """Value warps give registers to the score warps: both are whole groups of four warps."""
-        return self.has_roles and self.can_shift and (self.row_frags, self.value_warps) == (4, 8)
 
     @property
     def first_fetching_warp(self) -> int:
@@ -182,14 +175,19 @@ class MmaGeometry:
         return 1 if self.has_roles else 0
 
     @property
-    def pieces_ahead(self) -> int:
-        """The same for the pieces of V."""
-        return 1 if self.has_roles and not self.shifts_registers else 0
+    def query_steps(self) -> int:
+        """k16 steps of the scores, all columns."""
+        return self.head_dim_qk // 16
 
     @property
-    def query_steps(self) -> int:
-        """k16 steps of the scores."""
-        return self.head_dim_qk // 16
+    def part_steps(self) -> int:
+        """The steps of one score warp, for each of its ``column_parts`` fragments."""
+        return self.query_steps // self.column_parts
+
+    @property
+    def run_steps(self) -> int:
+        """Steps side by side that are one warp's: parts take turns, so that no lane's address carries (rows.py)."""
+        return run_steps_of(self.column_parts)
 
     @property
     def key_frags(self) -> int:
@@ -211,6 +209,20 @@ class MmaGeometry:
         """mma instructions of a warp for the output of a tile that every row sees."""
         return self.row_frags * self.value_frags * (self.team_keys // FRAG_KEYS)
 
+    @property
+    def all_mma(self) -> int:
+        """mma instructions of a block for a tile that every row sees."""
+        if self.has_roles:
+            return self.row_frags * self.score_mma + self.value_warps * self.value_mma
+        return self.warps * (self.score_mma + self.value_mma)
+
+    @property
+    def split_cost(self) -> int:
+        """What each partial state of a row unit costs the launch, in 1/1024 of what a tile costs a block."""
+        partial = 4 * self.rows_per_tile * (self.head_dim_v + 2) / PARTIAL_BYTES_PER_CLOCK
+        row_bytes = self.keys_per_tile * (self.k_row_bytes + self.v_row_bytes)
+        return round(1024 * partial / max(CLOCKS_PER_MMA * self.all_mma, row_bytes / POOL_BYTES_PER_CLOCK))
+
     # --- bytes
 
     @property
@@ -231,12 +243,12 @@ class MmaGeometry:
     @property
     def k_pitch(self) -> int:
         """Distance of K rows in the ring."""
-        return 2 * self.head_dim_qk + SHARED_PAD
+        return row_pitch(2 * self.head_dim_qk, LINE_BYTES if self.separate_v else 16 * self.value_frags)
 
     @property
     def v_pitch(self) -> int:
         """Distance of V rows in the ring."""
-        return 2 * self.head_dim_v + SHARED_PAD if self.separate_v else self.k_pitch
+        return row_pitch(2 * self.head_dim_v) if self.separate_v else self.k_pitch
 
     @property
     def slot_bytes(self) -> int:
@@ -289,9 +301,19 @@ class MmaGeometry:
         return self.flags_offset + (2 * 16 if self.has_roles else 0)
 
     @property
+    def exchange_offset(self) -> int:
+        """First byte of the parts of scores."""
+        return self.indices_offset + 4 * self.index_slots * self.keys_per_tile
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Those of a tile."""
+        return self.row_frags * (self.column_parts - 1) * self.key_frags * WARP * 16
+
+    @property
     def states_offset(self) -> int:
         """First byte of (m, l)."""
-        return self.indices_offset + 4 * self.index_slots * self.keys_per_tile
+        return self.exchange_offset + 2 * self.exchange_bytes
 
     @property
     def finals_offset(self) -> int:
@@ -310,14 +332,17 @@ class MmaGeometry:
 
     @property
     def query_rest(self) -> int:
-        """k16 steps of the queries that stay in shared memory."""
+        """Query fragments of a score warp, 16 rows x 16 columns, that stay in shared memory."""
         return self.query_steps - self.query_steps_kept
 
     @property
     def staging_parts(self) -> int:
         """How many times the score warps pass a part of their query columns through the ring: the fewest that fit."""
         wholes = [
-            n for n in (1, 2, 3, 4, 6) if self.query_steps % n == 0 and 2 * self.query_steps // n % self.copy_lanes == 0
+            n
+            for n in (1, 2, 3, 4, 6)
+            if self.query_steps % (n * self.column_parts * self.run_steps) == 0
+            and 2 * self.query_steps // n % self.copy_lanes == 0
         ]
         return next((n for n in wholes if self._staging_slots_of(n) <= self.stages), 1)
 
@@ -337,7 +362,7 @@ class MmaGeometry:
         return self._staging_slots_of(self.staging_parts)
 
     def _staging_pitch_of(self, parts: int) -> int:
-        return 2 * self.head_dim_qk // parts + SHARED_PAD
+        return row_pitch(2 * self.head_dim_qk // parts)
 
     def _staging_slots_of(self, parts: int) -> int:
         return -(-self.score_warps // (self.slot_bytes // (FRAG_ROWS * self._staging_pitch_of(parts))))
@@ -442,12 +467,12 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
             row_teams=row_teams,
             key_teams=key_teams,
             team_keys=team_keys,
+            column_parts=column_parts_of(row_frags, spec.head_dim_qk // 16) if has_roles else 1,
             cache_bytes=1 if spec.is_fp8 else 2,
             stages=MIN_STAGES,
             raw_stages=MIN_RAW_STAGES if spec.is_fp8 else 0,
             query_steps_kept=0,
             can_suspend=limits.can_suspend,
-            can_shift=limits.can_shift,
         )
         tiles = replace(tiles, query_steps_kept=query_steps_in_registers(tiles))
         room = limits.shared_bytes - max(TABLE_RESERVE, table_bytes(spec.max_requests))
@@ -465,14 +490,33 @@ def with_stages(tiles: MmaGeometry, stages: int) -> MmaGeometry:
     return replace(tiles, stages=stages)
 
 
+def run_steps_of(column_parts: int) -> int:
+    """``MmaGeometry.run_steps``: one where the number of parts divides a line's steps, else those of a line."""
+    return 1 if LINE_STEPS % column_parts == 0 else LINE_STEPS
+
+
+def column_parts_of(row_frags: int, query_steps: int) -> int:
+    """Score warps that share their row fragments: the fewest, above one, that divide both.
+
+    Each reads its part of the columns of a key for all these fragments, and they exchange sums.  Two read half of the
+    keys from shared memory that two by themselves would: for four fragments and 32 keys of 576 columns 72 KB instead of
+    144, and 16 KB for the exchange.  Four or more would exchange what they save.
+    """
+    return next(
+        (n for n in (2, 3) if row_frags % n == 0 and query_steps % (n * run_steps_of(n)) == 0),
+        1,
+    )
+
+
 def query_steps_in_registers(tiles: MmaGeometry) -> int:
-    """How many k16 steps of the queries a warp keeps; the rest it reads from shared memory for each tile."""
-    scores = 2 * 4 * tiles.key_frags  # of this tile and the last one
+    """How many fragments of the queries a warp keeps; the rest it reads from shared memory for each tile."""
+    scores = (1 + tiles.column_parts) * 4 * tiles.key_frags  # of the last tile and, for all its fragments, of this one
     outputs = 0 if tiles.has_roles else 4 * tiles.value_frags
     whole_groups = -(-tiles.warps // 4) * 4  # registers are handed out to four warps at a time
-    registers = SCORE_REGISTERS if tiles.shifts_registers else 65536 // (whole_groups * WARP) // 8 * 8
-    registers = min(255, registers)
-    others = (ROLE_REGISTERS if tiles.has_roles else TEAM_REGISTERS) + (WIDEN_REGISTERS if tiles.raw_stages else 0)
+    registers = min(255, 65536 // (whole_groups * WARP) // 8 * 8)
+    operands = 2 * (2 * tiles.key_frags + 4 * tiles.column_parts)
+    others = ROLE_REGISTERS + operands if tiles.has_roles else TEAM_REGISTERS
+    others += WIDEN_REGISTERS if tiles.raw_stages else 0
     return max(0, min(tiles.query_steps, (registers - scores - outputs - others) // 4))
 
 

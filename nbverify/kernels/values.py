@@ -21,6 +21,7 @@ from numba import cuda, float32, uint32
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import FULL_WARP, WARP
+from nbverify.kernels.rows import make_advance, make_swizzle
 from nbverify.kernels.scores import FRAG_BYTES, make_multiply
 from nbverify.kernels.softmax import ZERO
 
@@ -58,9 +59,9 @@ def make_multiply_values(spec, geometry, *, checked):
     v_pitch, weights_offset, weights_bytes = geometry.v_pitch, geometry.weights_offset, geometry.weights_bytes
     has_roles, separate_v = geometry.has_roles, geometry.separate_v
     key_steps, column_pairs, num_registers = team_keys // 16, value_frags // 2, 4 * row_frags
-    ahead = geometry.pieces_ahead
+    ahead = geometry.steps_ahead
     num_fragments = 4 * (ahead + 1)
-    multiply = make_multiply(spec.dtype)
+    multiply, swizzle, advance = make_multiply(spec.dtype), make_swizzle(v_pitch), make_advance(v_pitch)
     without_non_finite = _make_without_non_finite(spec.dtype)
     add_non_finite = _make_add_non_finite(spec.dtype, row_frags, value_frags)
 
@@ -83,7 +84,7 @@ def make_multiply_values(spec, geometry, *, checked):
     @cuda.jit(device=True, forceinline=True)
     def load_piece(values, i, fragments):
         """Operand of 16 keys x 16 columns, number ``i`` of the tile."""
-        x = ptx.ldmatrix_x4_trans(values + uint32(i // column_pairs * 16 * v_pitch + i % column_pairs * 32))
+        x = ptx.ldmatrix_x4_trans(advance(values, i % column_pairs * 32) + uint32(i // column_pairs * 16 * v_pitch))
         at = i % (ahead + 1) * 4
         fragments[at], fragments[at + 1], fragments[at + 2], fragments[at + 3] = x[0], x[1], x[2], x[3]
 
@@ -97,7 +98,7 @@ def make_multiply_values(spec, geometry, *, checked):
             column = uint32(column + (warp - uint32(score_warps)) * uint32(value_frags * 16))
         else:
             key = uint32(key + warp // uint32(row_teams) * uint32(team_keys))
-        values = uint32(tile + key * uint32(v_pitch) + column)
+        values = uint32(tile + key * uint32(v_pitch) + (column ^ swizzle(key)))
         a, fragments = cuda.local.array(num_registers, uint32), cuda.local.array(num_fragments, uint32)
         for i in range(min(ahead, key_steps * column_pairs)):
             load_piece(values, i, fragments)
@@ -135,14 +136,16 @@ def make_clean_values(spec, geometry):
     """
     keys_per_tile, score_warps, v_pitch = geometry.keys_per_tile, geometry.score_warps, geometry.v_pitch
     chunks = geometry.value_frags  # of 16 bytes, a row
-    without_non_finite = _make_without_non_finite(spec.dtype)
+    without_non_finite, swizzle = _make_without_non_finite(spec.dtype), make_swizzle(v_pitch)
 
     @cuda.jit(device=True, forceinline=True)
     def clean_values(me, tile):
-        first = uint32(tile + (me.warp - uint32(score_warps)) * uint32(chunks * 16))
+        first = uint32((me.warp - uint32(score_warps)) * uint32(chunks * 16))
         i = me.lane
         while i < uint32(keys_per_tile * chunks):
-            place = uint32(first + i // uint32(chunks) * uint32(v_pitch) + i % uint32(chunks) * uint32(16))
+            row = uint32(i // uint32(chunks))
+            column = uint32(first + i % uint32(chunks) * uint32(16))
+            place = uint32(tile + row * uint32(v_pitch) + (column ^ swizzle(row)))
             x = ptx.load_shared_v4_u32(place)
             clean = (
                 without_non_finite(x[0]), without_non_finite(x[1]), without_non_finite(x[2]), without_non_finite(x[3]),

@@ -36,8 +36,9 @@ def make_bodies(spec, geometry):
         prepares = tuple(step_schedule.make_prepare(geometry, with_segment=is_split) for is_split in (True, False))
         schedule = schedule._replace(share=step_schedule.make_share(geometry))
     split_phase = make_split_phase(spec, geometry, schedule)
-    merge_phase = make_merge_phase(spec, geometry, schedule)
-    join = grid_sync if spec.reduction == "grid_sync" else two_launch
+    is_one_launch = spec.reduction == "grid_sync"
+    join, wait = (grid_sync, grid_sync.grid_barrier) if is_one_launch else (two_launch, two_launch.no_barrier)
+    merge_phase = make_merge_phase(spec, geometry, schedule, wait)
     scratch = merge_scratch_bytes(geometry.warps)
     return join.make_bodies(prepares, split_phase, merge_phase, geometry.table_offset, scratch)
 

@@ -25,9 +25,6 @@ all of them at rest: it has as many arrivals as waits.
     end of segment     a block barrier publishes what the score warps found out about the rows to the value warps
     next segment       another publishes its record
 All branches around barriers, shuffles and mma are the same for the whole warp.
-
-Registers      Accumulators and queries want different numbers of them.  Where the roles are whole groups of four warps,
-               and the target has ``setmaxnreg``, the value warps give some to the score warps for the time of the walk.
 """
 
 from numba import cuda, float32, int32, uint32
@@ -35,7 +32,7 @@ from numba import cuda, float32, int32, uint32
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import SEGMENT_FIELDS, WARP
 from nbverify.kernels.outputs import make_finish_rows, make_write_outputs
-from nbverify.kernels.scores import make_load_queries, make_multiply_keys, step_registers_of
+from nbverify.kernels.scores import make_exchange, make_load_queries, make_multiply_keys, step_registers_of
 from nbverify.kernels.segments import (
     NEXT_POSITION,
     RECORD_BYTES,
@@ -45,12 +42,7 @@ from nbverify.kernels.segments import (
 )
 from nbverify.kernels.softmax import NEG_INF, ZERO
 from nbverify.kernels.threads import find_place_again, uniform
-from nbverify.kernels.tiles import (
-    FRAG_ROWS,
-    LAUNCH_REGISTERS,
-    SCORE_REGISTERS,
-    VALUE_REGISTERS,
-)
+from nbverify.kernels.tiles import FRAG_ROWS
 from nbverify.kernels.values import make_clean_values, make_multiply_values
 from nbverify.kernels.weights import ONE, ROWS_PER_LANE, make_publish_weights, make_rescale_by_flags, make_weigh
 
@@ -59,7 +51,7 @@ READY, DONE, QFREE = 1, 3, 5  # named barriers; the first two have one for each 
 
 def make_walk(spec, geometry, schedule, ring):
     """``walk_share(me, args, shared, table, position, share_end)``: all segments of the block's share."""
-    score_warps, shifts_registers = geometry.row_frags, geometry.shifts_registers
+    score_warps = geometry.row_frags
     first_record = geometry.segments_offset
     open_segment = make_open_segment(spec, schedule, may_be_there=spec.schedule == "step")
     walk_scores, walk_values = _make_walk_scores(spec, geometry, ring), _make_walk_values(spec, geometry, ring)
@@ -97,17 +89,9 @@ def make_walk(spec, geometry, schedule, ring):
     @cuda.jit(device=True, forceinline=True)
     def walk_share(me, args, shared, table, position, share_end):
         if me.warp < uint32(score_warps):
-            if shifts_registers:
-                ptx.setmaxnreg_inc(SCORE_REGISTERS)
             score_share(me, args, shared, table, position, share_end)
-            if shifts_registers:
-                ptx.setmaxnreg_dec(LAUNCH_REGISTERS)
         else:
-            if shifts_registers:
-                ptx.setmaxnreg_dec(VALUE_REGISTERS)
             value_share(args, shared, position, share_end)
-            if shifts_registers:
-                ptx.setmaxnreg_inc(LAUNCH_REGISTERS)
 
     return walk_share
 
@@ -115,16 +99,19 @@ def make_walk(spec, geometry, schedule, ring):
 def _make_walk_scores(spec, geometry, ring):
     """``walk_scores(me, args, shared, record, turn)``, from turn ``turn`` of the ring; gives its turn then."""
     keys_per_tile, threads, key_frags = geometry.keys_per_tile, geometry.threads, geometry.key_frags
-    query_steps, num_queries = geometry.query_steps, max(1, 4 * geometry.query_steps_kept)
+    steps, parts, num_queries = geometry.part_steps, geometry.column_parts, max(1, 4 * geometry.query_steps_kept)
     num_fragments = (geometry.steps_ahead + 1) * step_registers_of(geometry)
     # Products before the weights begin, before they are raised, and among the weights of eight keys each.
-    lead = query_steps // 9
+    lead = steps // 9
     raised_at = 2 * lead
-    last_piece = raised_at + key_frags * ((query_steps - raised_at) // (key_frags + 1))
+    last_piece = raised_at + key_frags * ((steps - raised_at) // (key_frags + 1))
     num_scores, num_weights, group = 4 * key_frags, 2 * key_frags, spec.group
+    num_products = parts * num_scores
     always_checked = spec.score_mod is not None or not spec.prefix_visible
     wait_full, next_turn, tile_address = ring.wait_full, ring.next_turn, ring.tile_address
-    load_queries, multiply_keys = make_load_queries(spec, geometry), make_multiply_keys(spec, geometry)
+    request_queries, load_queries = make_load_queries(spec, geometry)
+    multiply_keys = make_multiply_keys(spec, geometry)
+    send, add = make_exchange(geometry)
     scale, find_largest, raise_maxima, weigh = make_weigh(spec, geometry)
     publish_weights = make_publish_weights(geometry)
     finish_rows = make_finish_rows(spec, geometry)
@@ -139,11 +126,12 @@ def _make_walk_scores(spec, geometry, ring):
         if not always_checked:
             first_checked = int32(uint32(segment.request.prefix_len) // uint32(keys_per_tile))
         queries = cuda.local.array(num_queries, uint32)
+        request_queries(me, args, shared, record, turn, first_row)
         load_queries(me, args, shared, record, turn, first_row, queries)
         ptx.barrier_arrive(uint32(QFREE), uint32(threads))
 
         fragments = cuda.local.array(num_fragments, uint32)
-        own, s = cuda.local.array(num_scores, float32), cuda.local.array(num_scores, float32)
+        own, s = cuda.local.array(num_scores, float32), cuda.local.array(num_products, float32)
         p, factors = cuda.local.array(num_weights, uint32), cuda.local.array(ROWS_PER_LANE, float32)
         maxima, sums = cuda.local.array(ROWS_PER_LANE, float32), cuda.local.array(ROWS_PER_LANE, float32)
         largest, bases = cuda.local.array(ROWS_PER_LANE, float32), cuda.local.array(ROWS_PER_LANE, float32)
@@ -157,6 +145,7 @@ def _make_walk_scores(spec, geometry, ring):
             wait_full(shared, turn)
             ptx.barrier_sync(uint32(DONE) + parity, uint32(threads))
             if tile > first_tile:
+                add(me, shared, uint32(parity ^ uint32(1)), own)
                 checked = tile > first_checked
                 scale(me, args, record, first_row, int32((tile - 1) * keys_per_tile), checked, own)
             # From here to the end of the round there is no branch, so that the assembler may mix the two chains.
@@ -166,14 +155,16 @@ def _make_walk_scores(spec, geometry, ring):
             multiply_keys(me, shared, keys, queries, fragments, s, lead, raised_at)
             raised = raise_maxima(largest, maxima, sums, factors, bases)
             multiply_and_weigh(me, shared, keys, queries, fragments, s, own, bases, sums, p)
-            multiply_keys(me, shared, keys, queries, fragments, s, last_piece, query_steps)
+            multiply_keys(me, shared, keys, queries, fragments, s, last_piece, steps)
             publish_weights(me, shared, parity, raised, factors, p)
             ptx.barrier_arrive(uint32(READY) + parity, uint32(threads))
+            send(me, shared, parity, s)
             for i in range(num_scores):
                 own[i] = s[i]
             turn, tile = next_turn(turn), int32(tile + 1)
 
         ptx.barrier_sync(uint32(DONE), uint32(threads))
+        add(me, shared, uint32(1), own)
         checked = end_tile > first_checked
         scale(me, args, record, first_row, int32((end_tile - 1) * keys_per_tile), checked, own)
         find_largest(own, largest)
@@ -187,7 +178,7 @@ def _make_walk_scores(spec, geometry, ring):
 
     @cuda.jit(device=True, forceinline=True)
     def walk_nothing(me, shared, record, turn):
-        """A fragment without rows, in the last row unit of a request: its P is 0, and it meets the barriers."""
+        """Fragments without rows, in the last row unit of a request: their P is 0, and the warp meets the barriers."""
         ptx.unroll_loops()
         ptx.barrier_arrive(uint32(QFREE), uint32(threads))
         segment = load_segment(record)
@@ -212,7 +203,8 @@ def _make_walk_scores(spec, geometry, ring):
     @cuda.jit(device=True, forceinline=True)
     def walk_scores(me, args, shared, record, turn):
         segment = load_segment(record)
-        if segment.first_row + int32(me.warp) * FRAG_ROWS < segment.request.num_nodes * group:
+        first_row = int32(me.warp // uint32(parts)) * int32(parts * FRAG_ROWS)  # of the warps that share fragments
+        if segment.first_row + first_row < segment.request.num_nodes * group:
             return walk_rows(me, args, shared, record, turn)
         return walk_nothing(me, shared, record, turn)
 

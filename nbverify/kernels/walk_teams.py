@@ -62,7 +62,8 @@ def _make_walk_segment(spec, geometry, ring):
 
     find_first_rows, fetch, wait_full, release = ring.find_first_rows, ring.fetch, ring.wait_full, ring.release
     tile_address, next_turn, turn_before = ring.tile_address, ring.next_turn, ring.turn_before
-    load_queries, multiply_keys = make_load_queries(spec, geometry), make_multiply_keys(spec, geometry)
+    request_queries, load_queries = make_load_queries(spec, geometry)
+    multiply_keys = make_multiply_keys(spec, geometry)
     scale, find_largest, raise_maxima, weigh = make_weigh(spec, geometry)
     rescale = make_rescale(geometry)
     multiply_values = make_multiply_values(spec, geometry, checked=False)
@@ -73,8 +74,9 @@ def _make_walk_segment(spec, geometry, ring):
 
     @cuda.jit(device=True, forceinline=True)
     def start(me, args, shared, record, turn, first_row, queries):
-        """Request the first tiles, as many as there are slots, and load the queries by way of the last slots."""
+        """Request the queries, by way of the last slots, and the first tiles, as many as there are slots."""
         segment = load_segment(record)
+        request_queries(me, args, shared, record, turn, first_row)
         find_first_rows(me, args, shared, record)
         tile = int32(segment.first_tile)
         end = min(int32(tile + stages), int32(segment.end_tile))

@@ -7,14 +7,19 @@ For a row with states (m_s, l_s, o_s), s < S (kernels/softmax.py), in the order 
 
 (-inf, 0, 0) is neutral: a state that saw nothing weighs exactly 0.  If all are, out = 0 and lse = -inf.
 
+Layout    A row's columns lie in blocks of 16, in the order 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15: what a lane has of
+          two mma results of 8 columns is 16 bytes.
 Work      A chunk is (row unit, row, 128 columns): 512 bytes of each of the row's states, a load of a warp.  Its states
-          are cut into runs, and a run's loads are all on the way before the first is needed.  With many chunks a warp
-          takes one alone, run after run; with few, the warps of a group take runs of one chunk side by side and one of
-          them adds the runs up.  Units that were written directly in phase 1 are skipped.
+          are cut into runs, and a run's loads are all on the way before the first is needed.  With few chunks several
+          warps, a group, take the runs of one side by side; with many, a warp takes a chunk alone, run after run.  The
+          runs' sums pass through shared memory, where one warp of the group adds them up.  Units that were written
+          directly in phase 1 are skipped.  A block's first chunks are looked up before the barrier between the phases.
 Traffic   Each partial output is read once, from L2; (m, l) once for each 128 columns.
 Numerics  float32.  A run adds its states in order, and the runs are added in order; where a run ends depends on S
           alone.  So reruns, both reductions, and a group or a warp at work, give the same bits.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 from numba import cuda, float32, int32, int64, uint32, uint64
@@ -22,9 +27,9 @@ from numba.cuda import libdevice
 
 from nbverify.kernels import ptx
 from nbverify.kernels.formats import make_narrow
-from nbverify.kernels.geometry import MERGE_COLUMNS, MERGE_RUN_BYTES, MERGE_RUNS, WARP
+from nbverify.kernels.geometry import FULL_WARP, MERGE_COLUMNS, MERGE_RUN_BYTES, MERGE_RUNS, WARP
 from nbverify.kernels.schedule import load_request, quotient
-from nbverify.kernels.softmax import NEG_INF, ZERO, log_sum_exp, weight
+from nbverify.kernels.softmax import NEG_INF, ZERO, log_sum_exp, warp_max, warp_sum, weight
 
 IN_FLIGHT = 12  # states that a lane requests at once
 COLUMNS_PER_LANE = 4
@@ -38,20 +43,30 @@ def run_length(num_states):
 
 
 @cuda.jit(device=True, forceinline=True)
-def add_state(maximum, total, sums, other_maximum, other_total, others):
-    """Add a state to (maximum, total, sums); gives the new maximum and total.  Columns are updated in place."""
-    ptx.unroll_loops()
-    highest = max(maximum, other_maximum)
-    mine, theirs = weight(maximum, highest), weight(other_maximum, highest)
-    for i in range(COLUMNS_PER_LANE):
-        sums[i] = cuda.fma(theirs, others[i], libdevice.fmul_rn(mine, sums[i]))
-    return highest, cuda.fma(theirs, other_total, libdevice.fmul_rn(mine, total))
+def place_of_pair(pair):
+    """Where columns ``2 * pair`` and the next one lie in a row."""
+    inside = uint32(pair) % uint32(8)
+    return int32(
+        uint32(pair) // uint32(8) * uint32(16) + inside % uint32(4) * uint32(4) + inside // uint32(4) * uint32(2)
+    )
 
 
-def make_merge_phase(spec, geometry, schedule):
-    """``merge_phase(args, table)``: all threads of all blocks call it once, after every partial is written.
+class Chunk(NamedTuple):
+    """What a warp merges, and where the result goes."""
 
-    Its scratch is the start of the block's shared memory, which phase 1 no longer uses.
+    num_runs: int  # 0: nothing
+    states: object  # UnitStates
+    row: int
+    place: int  # of the lane's first column in a row of the workspace
+    target: int  # in ``out``: the row's first column
+    lse_place: int
+
+
+def make_merge_phase(spec, geometry, schedule, wait):
+    """``merge_phase(args, table)``: all threads of all blocks call it once, when they are through with phase 1.
+
+    ``wait(args)`` returns when every partial is written.  What can be looked up before that, is.  The scratch is the
+    start of the block's shared memory, which phase 1 no longer uses.
     """
     rows_per_tile, warps = geometry.rows_per_tile, geometry.warps
     head_dim_v, group = spec.head_dim_v, spec.group
@@ -104,88 +119,113 @@ def make_merge_phase(spec, geometry, schedule):
         return maximum, total
 
     @cuda.jit(device=True, forceinline=True)
-    def write_chunk(args, states, row, column, maximum, total, sums):
+    def write_chunk(args, chunk, maximum, total, sums):
         """A lane's columns of the result."""
-        request = load_request(args, states.request)
-        head_row = uint32(states.first_row + row)
-        token = request.token_start + int64(head_row // uint32(group))
-        head = states.kv_head * group + int64(head_row % uint32(group))
         factor = ZERO  # of a row that saw nothing
         if total != ZERO:
             factor = libdevice.fdiv_rn(args.v_scale, total)
-        if column < head_dim_v:
-            target = uint64((token * args.out_stride_token + head * args.out_stride_head + column) // 2)
+        if chunk.place < head_dim_v:
+            block, inside = uint32(chunk.place) // uint32(16), uint32(chunk.place) % uint32(16) // uint32(4)
+            target = uint64(chunk.target // 2) + uint64(block * uint32(8) + inside)
             words = args.out.view(np.uint32)
             for i in range(2):
                 low = narrow(libdevice.fmul_rn(sums[2 * i], factor))
                 high = narrow(libdevice.fmul_rn(sums[2 * i + 1], factor))
-                words[target + uint64(i)] = low | uint32(high << uint32(16))
-        if column == 0 and args.lse.size > 0:
-            args.lse[token * args.lse_stride_token + head] = log_sum_exp(maximum, total)
+                words[target + uint64(4 * i)] = low | uint32(high << uint32(16))
+        if chunk.place == 0 and args.lse.size > 0:
+            args.lse[uint64(chunk.lse_place)] = log_sum_exp(maximum, total)
 
     @cuda.jit(device=True, forceinline=True)
-    def has_row(args, states, row):
+    def share_of(num_chunks):
+        """Warps that take a chunk together."""
+        share = int32(warps)
+        while share > 1 and int64(num_chunks) * share > int64(cuda.gridDim.x) * warps:
+            share = int32(share >> 1)
+        return share
+
+    @cuda.jit(device=True, forceinline=True)
+    def find_chunk(args, table, number, num_chunks, is_member):
+        """Chunk ``number`` of the batch; one of a warp that has none is empty."""
+        number_there = min(number, int32(num_chunks - 1))
+        unit = int32(uint32(number_there) // uint32(chunks_per_unit))
+        inside = uint32(number_there - unit * chunks_per_unit)
+        row, column = int32(inside // uint32(parts)), int32(inside % uint32(parts)) * MERGE_COLUMNS
+        states = unit_states(args, table, unit)
         request = load_request(args, states.request)
-        return states.num_states > 1 and states.first_row + row < request.num_nodes * group
+        head_row = uint32(states.first_row + row)
+        token = request.token_start + int64(head_row // uint32(group))
+        head = states.kv_head * group + int64(head_row % uint32(group))
+        num_runs = int32(0)
+        has_row = states.num_states > 1 and states.first_row + row < request.num_nodes * group
+        if is_member and number < num_chunks and has_row:
+            length = run_length(int32(states.num_states))
+            num_runs = quotient(states.num_states + length - 1, length)
+        place = int32(column + COLUMNS_PER_LANE * int32(cuda.threadIdx.x % WARP))
+        target = token * args.out_stride_token + head * args.out_stride_head
+        return Chunk(num_runs, states, row, place, target, token * args.lse_stride_token + head)
 
     @cuda.jit(device=True)
     def merge_phase(args, table):
         ptx.unroll_loops()
         warp, lane, blocks = int32(cuda.threadIdx.x // WARP), int32(cuda.threadIdx.x % WARP), int32(cuda.gridDim.x)
         num_chunks = int32(table[uint32(2 * args.num_requests + 1)] * chunks_per_unit)
-        share = int32(warps)  # warps that take a chunk together
-        while share > 1 and int64(num_chunks) * share > int64(blocks) * warps:
-            share = int32(share >> 1)
-        groups = quotient(int32(warps), share)
-        group_number = quotient(warp, share)
+        share = share_of(num_chunks)
+        groups, group_number = quotient(int32(warps), share), quotient(warp, share)
         member = int32(warp - group_number * share)
         scratch = ptx.shared_address(cuda.shared.array(0, float32, 16), 0)
         scratch = uint32(scratch + uint32(group_number) * uint32(MERGE_RUNS * MERGE_RUN_BYTES))
         sums, others = cuda.local.array(COLUMNS_PER_LANE, float32), cuda.local.array(COLUMNS_PER_LANE, float32)
 
-        begin = int32(int32(cuda.blockIdx.x) * groups)
-        while begin < num_chunks:
-            chunk = int32(begin + group_number)
-            is_busy = group_number < groups and chunk < num_chunks
-            unit = int32(uint32(min(chunk, int32(num_chunks - 1))) // uint32(chunks_per_unit))
-            inside = uint32(chunk - unit * chunks_per_unit)
-            row, column = int32(inside // uint32(parts)), int32(inside % uint32(parts)) * MERGE_COLUMNS
-            column = int32(column + COLUMNS_PER_LANE * lane)
-            states = unit_states(args, table, unit)
-            is_busy = is_busy and has_row(args, states, row)
-            num_runs = int32(0)
-            if is_busy:
-                length = run_length(int32(states.num_states))
-                num_runs = quotient(states.num_states + length - 1, length)
-            maximum, total = NEG_INF, ZERO
-            for i in range(COLUMNS_PER_LANE):
-                sums[i] = ZERO
-            run = member
-            while run < num_runs:
-                m, t = add_run(args, states, row, column, run, others)
-                if share == 1:
-                    maximum, total = add_state(maximum, total, sums, m, t, others)
-                else:
-                    place = uint32(scratch + uint32(run) * uint32(MERGE_RUN_BYTES))
-                    ptx.store_shared_v4_f32(place + uint32(16 * lane), (others[0], others[1], others[2], others[3]))
-                    ptx.store_shared_f32(place + uint32(4 * MERGE_COLUMNS), m)
-                    ptx.store_shared_f32(place + uint32(4 * MERGE_COLUMNS + 4), t)
-                run = int32(run + share)
-            if share > 1:
-                cuda.syncthreads()  # publishes the runs to the group
-                run = int32(0) if member == 0 else num_runs
-                while run < num_runs:
-                    place = uint32(scratch + uint32(run) * uint32(MERGE_RUN_BYTES))
-                    x = ptx.load_shared_v4_f32(place + uint32(16 * lane))
-                    others[0], others[1], others[2], others[3] = x[0], x[1], x[2], x[3]
-                    m = ptx.load_shared_f32(place + uint32(4 * MERGE_COLUMNS))
-                    t = ptx.load_shared_f32(place + uint32(4 * MERGE_COLUMNS + 4))
-                    maximum, total = add_state(maximum, total, sums, m, t, others)
-                    run = int32(run + 1)
-            if is_busy and member == 0:
-                write_chunk(args, states, row, column, maximum, total, sums)
-            if share > 1:
-                cuda.syncthreads()  # the runs have been read: the next chunk may overwrite them
-            begin = int32(begin + blocks * groups)
+        first, is_ready = int32(int32(cuda.blockIdx.x) * groups), False
+        while first < num_chunks or not is_ready:
+            chunk = find_chunk(args, table, int32(first + group_number), num_chunks, group_number < groups)
+            if is_ready:
+                sync_group(share)  # the runs of the chunk before have been read: others may overwrite them
+            else:
+                wait(args)
+                is_ready = True
+            number = member
+            while number < chunk.num_runs:
+                m, t = add_run(args, chunk.states, chunk.row, chunk.place, number, others)
+                place = uint32(scratch + uint32(number) * uint32(MERGE_RUN_BYTES))
+                ptx.store_shared_v4_f32(place + uint32(16 * lane), (others[0], others[1], others[2], others[3]))
+                ptx.store_shared_f32(place + uint32(4 * MERGE_COLUMNS), m)
+                ptx.store_shared_f32(place + uint32(4 * MERGE_COLUMNS + 4), t)
+                number = int32(number + share)
+            sync_group(share)  # publishes the runs to the group
+            if member == 0 and chunk.num_runs > 0:
+                maximum, total = add_runs(scratch, chunk.num_runs, lane, sums)
+                write_chunk(args, chunk, maximum, total, sums)
+            first = int32(first + blocks * groups)
 
     return merge_phase
+
+
+@cuda.jit(device=True, forceinline=True)
+def sync_group(share):
+    """The warps of a group, or all of the block."""
+    if share > 1:
+        cuda.syncthreads()
+    else:
+        cuda.syncwarp()
+
+
+@cuda.jit(device=True, forceinline=True)
+def add_runs(scratch, num_runs, lane, sums):
+    """``sums`` = a lane's columns of all runs, in order; gives (m, l).  One warp; lane r has the state of run r."""
+    ptx.unroll_loops()
+    mine = uint32(scratch + uint32(lane) * uint32(MERGE_RUN_BYTES) + uint32(4 * MERGE_COLUMNS))
+    m, t = NEG_INF, ZERO
+    if lane < num_runs:
+        m, t = ptx.load_shared_f32(mine), ptx.load_shared_f32(mine + uint32(4))
+    maximum = warp_max(m)
+    w = weight(m, maximum)
+    for i in range(COLUMNS_PER_LANE):
+        sums[i] = ZERO
+    for run in range(MERGE_RUNS):
+        factor = cuda.shfl_sync(uint32(FULL_WARP), w, run)
+        if run < num_runs:
+            x = ptx.load_shared_v4_f32(scratch + uint32(run * MERGE_RUN_BYTES) + uint32(16 * lane))
+            for i in range(COLUMNS_PER_LANE):
+                sums[i] = cuda.fma(factor, x[i], sums[i])
+    return maximum, warp_sum(libdevice.fmul_rn(w, t))

@@ -7,6 +7,11 @@ the error says to ask for it; it is never chosen silently.  It is also the oracl
 from numba import cuda, int32
 
 
+@cuda.jit(device=True)
+def no_barrier(args):
+    """All is written when the second launch begins."""
+
+
 def make_bodies(prepares, split_phase, merge_phase, table_offset, scratch_bytes):
     """Two kernel bodies, to be launched with the same grid one after the other.
 
