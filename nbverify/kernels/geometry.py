@@ -24,6 +24,7 @@ SIMT_KEYS_PER_TILE = WARP
 # The merge (reduce/merge.py): a row's states are added in at most so many runs, a warp so many columns of it at a time.
 MERGE_RUNS = 12
 MERGE_COLUMNS = 4 * WARP
+MERGE_CHUNK_FIELDS = 8  # int64 of a chunk's record
 MERGE_RUN_BYTES = 4 * MERGE_COLUMNS + 16  # what a run adds up to: columns, m and l
 
 SEGMENT_FIELDS = 18  # int64, of a segment's record (kernels/segments.py)
@@ -76,6 +77,11 @@ def merge_scratch_bytes(warps: int) -> int:
     return warps * MERGE_RUNS * MERGE_RUN_BYTES
 
 
+def chunk_bytes(warps: int) -> int:
+    """The block's chunks (reduce/merge.py), which lie before the work table."""
+    return 8 * MERGE_CHUNK_FIELDS * warps
+
+
 @dataclass(frozen=True)
 class SimtGeometry:
     """Constants of one plain kernel.  Offsets and sizes of the shared arrays are in 4-byte words.
@@ -88,6 +94,7 @@ class SimtGeometry:
         weights  [rows, keys]          float32, P of this tile
         states   [rows, 2]             float32, (m, l) of a finished row
         o_tile   [rows, head_dim_v]    float32 accumulators, even columns then odd ones
+        chunks   [warps, 8]            int64, see reduce/merge.py
         table    [2, max_requests + 1] int32, see kernels/schedule.py
     """
 
@@ -135,7 +142,8 @@ def simt_geometry(spec: VerifySpec) -> SimtGeometry:
     weights_offset = v_offset + keys * v_stride
     states_offset = weights_offset + rows * keys
     o_offset = states_offset + rows * 2
-    table_offset = _round_up(max(o_offset + rows * spec.head_dim_v, merge_scratch_bytes(SIMT_WARPS) // 4), 4)
+    tile_end = _round_up(max(o_offset + rows * spec.head_dim_v, merge_scratch_bytes(SIMT_WARPS) // 4), 4)
+    table_offset = tile_end + chunk_bytes(SIMT_WARPS) // 4
     return SimtGeometry(
         rows_per_tile=rows,
         keys_per_tile=keys,
@@ -169,7 +177,7 @@ class Step:
 def steps(spec: VerifySpec, geometry: Geometry, *, debug: bool) -> tuple[Step, ...]:
     """The kernels of a spec, in launch order; ``kernels.bodies.make_bodies`` makes their bodies in the same order."""
     walk = geometry.shared_bytes(spec.max_requests)
-    merge = merge_scratch_bytes(geometry.warps) + table_bytes(spec.max_requests)
+    merge = merge_scratch_bytes(geometry.warps) + chunk_bytes(geometry.warps) + table_bytes(spec.max_requests)
     schedule = Step("schedule", geometry.threads, table_bytes(spec.max_requests), once_a_step=True)
     before = ((schedule,) if spec.schedule == "step" else ()) + (
         (Step("check", CHECK_THREADS, 0, one_block=True),) if debug else ()

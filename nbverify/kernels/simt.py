@@ -31,7 +31,7 @@ import numpy as np
 from numba import cuda, float32, int64, uint32
 
 from nbverify.kernels.formats import make_narrow, make_widen
-from nbverify.kernels.geometry import WARP, merge_scratch_bytes
+from nbverify.kernels.geometry import WARP
 from nbverify.kernels.indices import load_index
 from nbverify.kernels.kv_tiles import make_copy_tile
 from nbverify.kernels.masking import make_finish_score
@@ -46,7 +46,7 @@ from nbverify.kernels.softmax import (
     weight,
 )
 from nbverify.reduce import grid_sync, two_launch
-from nbverify.reduce.merge import make_merge_phase, place_of_pair
+from nbverify.reduce.merge import make_merge, place_of_pair
 
 HIDDEN = float32(-1.0)  # a weight is never negative
 
@@ -55,12 +55,9 @@ def make_bodies(spec, geometry):
     """The kernel bodies of a spec, in launch order: one for grid_sync, two for two_launch."""
     schedule = make_schedule(spec, geometry)
     split_phase = make_split_phase(spec, geometry, schedule)
-    is_one_launch = spec.reduction == "grid_sync"
-    join, wait = (grid_sync, grid_sync.grid_barrier) if is_one_launch else (two_launch, two_launch.no_barrier)
-    merge_phase = make_merge_phase(spec, geometry, schedule, wait)
-    scratch = merge_scratch_bytes(geometry.warps)
+    join = grid_sync if spec.reduction == "grid_sync" else two_launch
     return join.make_bodies(
-        (schedule.prepare, schedule.prepare), split_phase, merge_phase, geometry.table_offset, scratch
+        (schedule.prepare, schedule.prepare), split_phase, make_merge(spec, geometry, schedule), geometry
     )
 
 

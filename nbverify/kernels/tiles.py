@@ -23,6 +23,7 @@ from nbverify.kernels.geometry import (
     SEGMENT_FIELDS,
     WARP,
     SimtGeometry,
+    chunk_bytes,
     merge_scratch_bytes,
     simt_geometry,
     table_bytes,
@@ -90,6 +91,7 @@ class MmaGeometry:
         queries     [score warps, query_rest, lanes, 4]  32-bit pairs: fragments for which there is no register
         barriers    [2 stages]  8 bytes each
         segments    [2, SEGMENT_FIELDS]  int64, this segment and the last one (kernels/segments.py)
+        chunks      [warps, 8]  int64, see reduce/merge.py
         table       [2, max_requests + 1]  int32, see kernels/schedule.py
 
     The first of two dimensions is the parity of the tile.
@@ -385,7 +387,8 @@ class MmaGeometry:
     @property
     def tile_bytes(self) -> int:
         """Shared memory without the work table; the merge's scratch lies in the same place."""
-        return max(-(-(self.segments_offset + 2 * 8 * SEGMENT_FIELDS) // 16) * 16, self.merge_bytes)
+        walk_end = -(-(self.segments_offset + 2 * 8 * SEGMENT_FIELDS) // 16) * 16
+        return max(walk_end, self.merge_bytes) + chunk_bytes(self.warps)
 
     @property
     def merge_bytes(self) -> int:

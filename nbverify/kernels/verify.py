@@ -20,12 +20,11 @@ Numerics   products exact, sums of mma in float32, P rounded to the 16-bit type,
 from numba import cuda, int32, uint8, uint32
 
 from nbverify.kernels import ptx, step_schedule, walk_roles, walk_teams
-from nbverify.kernels.geometry import merge_scratch_bytes
 from nbverify.kernels.kv_ring import make_ring
 from nbverify.kernels.schedule import make_schedule
 from nbverify.kernels.threads import find_place, uniform
 from nbverify.reduce import grid_sync, two_launch
-from nbverify.reduce.merge import make_merge_phase
+from nbverify.reduce.merge import make_merge
 
 
 def make_bodies(spec, geometry):
@@ -36,11 +35,8 @@ def make_bodies(spec, geometry):
         prepares = tuple(step_schedule.make_prepare(geometry, with_segment=is_split) for is_split in (True, False))
         schedule = schedule._replace(share=step_schedule.make_share(geometry))
     split_phase = make_split_phase(spec, geometry, schedule)
-    is_one_launch = spec.reduction == "grid_sync"
-    join, wait = (grid_sync, grid_sync.grid_barrier) if is_one_launch else (two_launch, two_launch.no_barrier)
-    merge_phase = make_merge_phase(spec, geometry, schedule, wait)
-    scratch = merge_scratch_bytes(geometry.warps)
-    return join.make_bodies(prepares, split_phase, merge_phase, geometry.table_offset, scratch)
+    join = grid_sync if spec.reduction == "grid_sync" else two_launch
+    return join.make_bodies(prepares, split_phase, make_merge(spec, geometry, schedule), geometry)
 
 
 def make_split_phase(spec, geometry, schedule):

@@ -13,9 +13,10 @@ Why not ``cuda.cg.this_grid().sync()``, which does the same: it is an external c
 ignores ``setmaxnreg``, which the walk in roles lives on, and gives every kernel a stack.
 """
 
-from numba import cuda, int32, uint32
+from numba import cuda, int32, int64, uint32
 
 from nbverify.kernels import ptx
+from nbverify.kernels.geometry import WARP, chunk_bytes
 
 SIGN = 0x80000000
 
@@ -34,17 +35,25 @@ def grid_barrier(args):
     cuda.syncthreads()  # publishes to the block that all others have arrived
 
 
-def make_bodies(prepares, split_phase, merge_phase, table_offset, scratch_bytes):
-    """One kernel body.  ``table_offset`` is where the work table starts, in int32.
+def make_bodies(prepares, split_phase, merge, geometry):
+    """One kernel body.
 
-    ``prepares`` fill the table for a kernel that begins with the split phase, and for one that begins with the merge.
+    ``prepares`` fill the work table for a kernel that begins with the split phase, and for one that begins with the
+    merge.
     """
     prepare, _ = prepares
+    table_offset, last_warp = geometry.table_offset, geometry.warps - 1
+    chunks_offset = (4 * table_offset - chunk_bytes(geometry.warps)) // 8
+    look_up, merge_phase = merge.look_up, merge.run
 
     def verify(args):
         table = cuda.shared.array(0, int32, 16)[table_offset:]
+        chunks = cuda.shared.array(0, int64, 16)[chunks_offset:]
         prepare(args, table)
+        if cuda.threadIdx.x // WARP == last_warp:  # while the first one opens a segment
+            look_up(args, table, chunks)
         split_phase(args, table)
-        merge_phase(args, table)  # waits at the barrier, which publishes all partial states to all blocks
+        grid_barrier(args)  # publishes all partial states to all blocks, and the chunks to the block
+        merge_phase(args, table, chunks)
 
     return (verify,)

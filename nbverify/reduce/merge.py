@@ -13,7 +13,8 @@ Work      A chunk is (row unit, row, 128 columns): 512 bytes of each of the row'
           are cut into runs, and a run's loads are all on the way before the first is needed.  With few chunks several
           warps, a group, take the runs of one side by side; with many, a warp takes a chunk alone, run after run.  The
           runs' sums pass through shared memory, where one warp of the group adds them up.  Units that were written
-          directly in phase 1 are skipped.  A block's first chunks are looked up before the barrier between the phases.
+          directly in phase 1 are skipped.  One warp looks the block's first chunks up
+          while another one opens the first segment of phase 1: afterwards that would take time of all.
 Traffic   Each partial output is read once, from L2; (m, l) once for each 128 columns.
 Numerics  float32.  A run adds its states in order, and the runs are added in order; where a run ends depends on S
           alone.  So reruns, both reductions, and a group or a warp at work, give the same bits.
@@ -27,7 +28,14 @@ from numba.cuda import libdevice
 
 from nbverify.kernels import ptx
 from nbverify.kernels.formats import make_narrow
-from nbverify.kernels.geometry import FULL_WARP, MERGE_COLUMNS, MERGE_RUN_BYTES, MERGE_RUNS, WARP
+from nbverify.kernels.geometry import (
+    FULL_WARP,
+    MERGE_CHUNK_FIELDS,
+    MERGE_COLUMNS,
+    MERGE_RUN_BYTES,
+    MERGE_RUNS,
+    WARP,
+)
 from nbverify.kernels.schedule import load_request, quotient
 from nbverify.kernels.softmax import NEG_INF, ZERO, log_sum_exp, warp_max, warp_sum, weight
 
@@ -52,21 +60,29 @@ def place_of_pair(pair):
 
 
 class Chunk(NamedTuple):
-    """What a warp merges, and where the result goes."""
+    """What a group merges, and where the result goes.  The fields of a record in shared memory, int64."""
 
     num_runs: int  # 0: nothing
-    states: object  # UnitStates
-    row: int
-    place: int  # of the lane's first column in a row of the workspace
+    first_state: int
+    num_states: int
+    row: int  # of the row unit
+    column: int  # first of its place in a row of the workspace
     target: int  # in ``out``: the row's first column
     lse_place: int
 
 
-def make_merge_phase(spec, geometry, schedule, wait):
-    """``merge_phase(args, table)``: all threads of all blocks call it once, when they are through with phase 1.
+class Merge(NamedTuple):
+    """The device functions of the merge."""
 
-    ``wait(args)`` returns when every partial is written.  What can be looked up before that, is.  The scratch is the
-    start of the block's shared memory, which phase 1 no longer uses.
+    look_up: object  # look_up(args, table, chunks): one warp leaves the first chunk of each warp of its block
+    run: object  # run(args, table, chunks): all threads, after every partial is written
+
+
+def make_merge(spec, geometry, schedule):
+    """A ``Merge``.  ``chunks`` is an array of ``MERGE_CHUNK_FIELDS`` int64 a warp in shared memory.
+
+    A barrier lies between the two.  The scratch of ``run`` is the start of the block's shared memory, which phase 1 no
+    longer uses.
     """
     rows_per_tile, warps = geometry.rows_per_tile, geometry.warps
     head_dim_v, group = spec.head_dim_v, spec.group
@@ -77,13 +93,13 @@ def make_merge_phase(spec, geometry, schedule, wait):
     narrow = make_narrow(spec.dtype)
 
     @cuda.jit(device=True, forceinline=True)
-    def add_run(args, states, row, column, run, sums):
+    def add_run(args, chunk, lane, run, sums):
         """``sums`` = weighted outputs of a run, of a lane's columns; gives its (m, l)."""
         ptx.unroll_loops()
-        length = run_length(int32(states.num_states))
+        length, column = run_length(chunk.num_states), int32(chunk.column + COLUMNS_PER_LANE * lane)
         begin = int32(run * length)
-        left = min(length, int32(int32(states.num_states) - begin))
-        first = (int64(states.first_state) + begin) * rows_per_tile + row
+        left = min(length, int32(chunk.num_states - begin))
+        first = (int64(chunk.first_state) + begin) * rows_per_tile + chunk.row
         state = ptx.global_address(args.partial_ml, 2 * first)
         output = ptx.global_address(args.partial_o, first * head_dim_v + column)
         loaded, these = cuda.local.array(NUM_LOADED, float32), cuda.local.array(NUM_STATES, float32)
@@ -119,21 +135,25 @@ def make_merge_phase(spec, geometry, schedule, wait):
         return maximum, total
 
     @cuda.jit(device=True, forceinline=True)
-    def write_chunk(args, chunk, maximum, total, sums):
+    def write_chunk(args, chunk, lane, maximum, total, sums):
         """A lane's columns of the result."""
-        factor = ZERO  # of a row that saw nothing
+        factor, place = ZERO, int32(chunk.column + COLUMNS_PER_LANE * lane)  # 0 of a row that saw nothing
         if total != ZERO:
             factor = libdevice.fdiv_rn(args.v_scale, total)
-        if chunk.place < head_dim_v:
-            block, inside = uint32(chunk.place) // uint32(16), uint32(chunk.place) % uint32(16) // uint32(4)
+        if place < head_dim_v:
+            block, inside = uint32(place) // uint32(16), uint32(place) % uint32(16) // uint32(4)
             target = uint64(chunk.target // 2) + uint64(block * uint32(8) + inside)
             words = args.out.view(np.uint32)
             for i in range(2):
                 low = narrow(libdevice.fmul_rn(sums[2 * i], factor))
                 high = narrow(libdevice.fmul_rn(sums[2 * i + 1], factor))
                 words[target + uint64(4 * i)] = low | uint32(high << uint32(16))
-        if chunk.place == 0 and args.lse.size > 0:
+        if place == 0 and args.lse.size > 0:
             args.lse[uint64(chunk.lse_place)] = log_sum_exp(maximum, total)
+
+    @cuda.jit(device=True, forceinline=True)
+    def num_chunks_of(args, table):
+        return int32(table[uint32(2 * args.num_requests + 1)] * chunks_per_unit)
 
     @cuda.jit(device=True, forceinline=True)
     def share_of(num_chunks):
@@ -143,32 +163,41 @@ def make_merge_phase(spec, geometry, schedule, wait):
             share = int32(share >> 1)
         return share
 
-    @cuda.jit(device=True, forceinline=True)
-    def find_chunk(args, table, number, num_chunks, is_member):
-        """Chunk ``number`` of the batch; one of a warp that has none is empty."""
-        number_there = min(number, int32(num_chunks - 1))
-        unit = int32(uint32(number_there) // uint32(chunks_per_unit))
-        inside = uint32(number_there - unit * chunks_per_unit)
+    @cuda.jit(device=True)
+    def find_chunk(args, table, number, record):
+        """Chunk ``number`` of the batch, which has it."""
+        unit = int32(uint32(number) // uint32(chunks_per_unit))
+        inside = uint32(number - unit * chunks_per_unit)
         row, column = int32(inside // uint32(parts)), int32(inside % uint32(parts)) * MERGE_COLUMNS
         states = unit_states(args, table, unit)
         request = load_request(args, states.request)
         head_row = uint32(states.first_row + row)
         token = request.token_start + int64(head_row // uint32(group))
         head = states.kv_head * group + int64(head_row % uint32(group))
-        num_runs = int32(0)
-        has_row = states.num_states > 1 and states.first_row + row < request.num_nodes * group
-        if is_member and number < num_chunks and has_row:
+        if states.num_states > 1 and states.first_row + row < request.num_nodes * group:
             length = run_length(int32(states.num_states))
-            num_runs = quotient(states.num_states + length - 1, length)
-        place = int32(column + COLUMNS_PER_LANE * int32(cuda.threadIdx.x % WARP))
-        target = token * args.out_stride_token + head * args.out_stride_head
-        return Chunk(num_runs, states, row, place, target, token * args.lse_stride_token + head)
+            record[0] = quotient(states.num_states + length - 1, length)
+            record[1], record[2], record[3], record[4] = states.first_state, states.num_states, row, column
+            record[5] = token * args.out_stride_token + head * args.out_stride_head
+            record[6] = token * args.lse_stride_token + head
 
     @cuda.jit(device=True)
-    def merge_phase(args, table):
+    def look_up(args, table, chunks):
+        num_chunks, lane = num_chunks_of(args, table), int32(cuda.threadIdx.x % WARP)
+        share = share_of(num_chunks)
+        groups, group_number = quotient(int32(warps), share), quotient(lane, share)
+        number = int32(int32(cuda.blockIdx.x) * groups + group_number)
+        if lane < warps:
+            record = chunks[uint32(lane * MERGE_CHUNK_FIELDS) :]
+            record[0] = 0
+            if group_number < groups and number < num_chunks:
+                find_chunk(args, table, number, record)
+
+    @cuda.jit(device=True)
+    def run(args, table, chunks):
         ptx.unroll_loops()
         warp, lane, blocks = int32(cuda.threadIdx.x // WARP), int32(cuda.threadIdx.x % WARP), int32(cuda.gridDim.x)
-        num_chunks = int32(table[uint32(2 * args.num_requests + 1)] * chunks_per_unit)
+        num_chunks = num_chunks_of(args, table)
         share = share_of(num_chunks)
         groups, group_number = quotient(int32(warps), share), quotient(warp, share)
         member = int32(warp - group_number * share)
@@ -176,17 +205,16 @@ def make_merge_phase(spec, geometry, schedule, wait):
         scratch = uint32(scratch + uint32(group_number) * uint32(MERGE_RUNS * MERGE_RUN_BYTES))
         sums, others = cuda.local.array(COLUMNS_PER_LANE, float32), cuda.local.array(COLUMNS_PER_LANE, float32)
 
-        first, is_ready = int32(int32(cuda.blockIdx.x) * groups), False
-        while first < num_chunks or not is_ready:
-            chunk = find_chunk(args, table, int32(first + group_number), num_chunks, group_number < groups)
-            if is_ready:
-                sync_group(share)  # the runs of the chunk before have been read: others may overwrite them
-            else:
-                wait(args)
-                is_ready = True
+        record = chunks[uint32(warp * MERGE_CHUNK_FIELDS) :]
+        first = int32(int32(cuda.blockIdx.x) * groups)
+        while first < num_chunks:
+            chunk = Chunk(
+                int32(record[0]), int32(record[1]), int32(record[2]), int32(record[3]), int32(record[4]),
+                record[5], record[6],
+            )  # fmt: skip
             number = member
             while number < chunk.num_runs:
-                m, t = add_run(args, chunk.states, chunk.row, chunk.place, number, others)
+                m, t = add_run(args, chunk, lane, number, others)
                 place = uint32(scratch + uint32(number) * uint32(MERGE_RUN_BYTES))
                 ptx.store_shared_v4_f32(place + uint32(16 * lane), (others[0], others[1], others[2], others[3]))
                 ptx.store_shared_f32(place + uint32(4 * MERGE_COLUMNS), m)
@@ -195,10 +223,16 @@ def make_merge_phase(spec, geometry, schedule, wait):
             sync_group(share)  # publishes the runs to the group
             if member == 0 and chunk.num_runs > 0:
                 maximum, total = add_runs(scratch, chunk.num_runs, lane, sums)
-                write_chunk(args, chunk, maximum, total, sums)
+                write_chunk(args, chunk, lane, maximum, total, sums)
             first = int32(first + blocks * groups)
+            if first < num_chunks:
+                record[0], number = 0, int32(first + group_number)
+                if group_number < groups and number < num_chunks:
+                    find_chunk(args, table, number, record)  # all lanes write the same
+                # Publishes the record; the runs have been read: those of this chunk may overwrite them.
+                sync_group(share)
 
-    return merge_phase
+    return Merge(look_up, run)
 
 
 @cuda.jit(device=True, forceinline=True)

@@ -4,22 +4,22 @@ Same cuts, same order of merging, same bits.  It is for places where a cooperati
 the error says to ask for it; it is never chosen silently.  It is also the oracle that the barrier is tested against.
 """
 
-from numba import cuda, int32
+from numba import cuda, int32, int64
+
+from nbverify.kernels.geometry import WARP, chunk_bytes, merge_scratch_bytes
 
 
-@cuda.jit(device=True)
-def no_barrier(args):
-    """All is written when the second launch begins."""
-
-
-def make_bodies(prepares, split_phase, merge_phase, table_offset, scratch_bytes):
+def make_bodies(prepares, split_phase, merge, geometry):
     """Two kernel bodies, to be launched with the same grid one after the other.
 
-    ``table_offset`` is where the work table starts in the first one, in int32; in the second it follows the merge's
-    scratch.  ``prepares`` fill it, one for each of the two.
+    The second one has no tiles: its chunks and its work table follow the merge's scratch.  ``prepares`` fill the
+    tables, one for each of the two.
     """
     prepare_split, prepare_merge = prepares
-    merge_table_offset = scratch_bytes // 4
+    table_offset, scratch_bytes = geometry.table_offset, merge_scratch_bytes(geometry.warps)
+    chunks_offset = scratch_bytes // 8
+    merge_table_offset = (scratch_bytes + chunk_bytes(geometry.warps)) // 4
+    look_up, merge_phase = merge.look_up, merge.run
 
     def verify_split(args):
         table = cuda.shared.array(0, int32, 16)[table_offset:]
@@ -27,8 +27,12 @@ def make_bodies(prepares, split_phase, merge_phase, table_offset, scratch_bytes)
         split_phase(args, table)
 
     def verify_merge(args):
-        table = cuda.shared.array(0, int32, 16)[merge_table_offset:]  # this kernel has no tiles
+        table = cuda.shared.array(0, int32, 16)[merge_table_offset:]
+        chunks = cuda.shared.array(0, int64, 16)[chunks_offset:]
         prepare_merge(args, table)
-        merge_phase(args, table)
+        if cuda.threadIdx.x < WARP:
+            look_up(args, table, chunks)
+        cuda.syncthreads()  # publishes the chunks to the block
+        merge_phase(args, table, chunks)
 
     return (verify_split, verify_merge)

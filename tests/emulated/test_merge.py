@@ -9,16 +9,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from numba import cuda, int32
+from numba import cuda, int32, int64
 from support.batches import HALF_ULP, NUMPY_DTYPE
 
 import nbverify as nv
 from nbverify import contract
 from nbverify.kernels import geometry
-from nbverify.kernels.geometry import merge_scratch_bytes, table_bytes
+from nbverify.kernels.geometry import chunk_bytes, merge_scratch_bytes, table_bytes
 from nbverify.kernels.schedule import UnitStates
 from nbverify.reduce import merge as merge_module
-from nbverify.reduce import two_launch
 
 EPS = float(np.finfo(np.float32).eps)
 ROWS = 2  # of a row tile (of the kernels: 16 and more), so that most chunks have a row
@@ -100,17 +99,20 @@ def merge(spec, states, *, group="warp", warps=None, grid=None, nodes=NODES, row
     def unit_states(args, table, unit):
         return UnitStates(int32(unit), 0, 0, int32(states.firsts[unit]), int32(states.counts[unit]))
 
-    phase = merge_module.make_merge_phase(
-        spec, geometry, SimpleNamespace(unit_states=unit_states), two_launch.no_barrier
-    )
-    first_entry = merge_scratch_bytes(warps) // 4
+    phase = merge_module.make_merge(spec, geometry, SimpleNamespace(unit_states=unit_states))
+    first_chunk = merge_scratch_bytes(warps) // 8
+    first_entry = (merge_scratch_bytes(warps) + chunk_bytes(warps)) // 4
 
     def body(args):
         table = cuda.shared.array(0, int32, 16)[first_entry:]
         if cuda.threadIdx.x == 0:
             table[requests], table[2 * requests + 1] = int(states.counts.sum()), requests
         cuda.syncthreads()
-        phase(args, table)
+        chunks = cuda.shared.array(0, int64, 16)[first_chunk:]
+        if cuda.threadIdx.x < 32:
+            phase.look_up(args, table, chunks)
+        cuda.syncthreads()
+        phase.run(args, table, chunks)
 
     token_sums = np.arange(requests + 1, dtype=np.int32) * nodes
     out = np.full(requests * nodes * width, 0xFFFF, np.uint16)
@@ -124,7 +126,7 @@ def merge(spec, states, *, group="warp", warps=None, grid=None, nodes=NODES, row
         "max_splits": 64, "out": out, "out_stride_token": width, "out_stride_head": width,
         "lse": lse, "lse_stride_token": 1, "v_scale": np.float32(V_SCALE),
     }  # fmt: skip
-    shared = merge_scratch_bytes(warps) + table_bytes(requests)
+    shared = merge_scratch_bytes(warps) + chunk_bytes(warps) + table_bytes(requests)
     args = contract.args_class()(**fields)
     emulator = nv.Emulator(grid, seed)
     emulator.launch(body, args, grid=grid, block=32 * warps, shared_bytes=shared, name="merge")
