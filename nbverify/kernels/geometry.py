@@ -120,6 +120,11 @@ class SimtGeometry:
         return 0
 
     @property
+    def segment_cost(self) -> int:
+        """As in ``tiles.MmaGeometry``."""
+        return 0
+
+    @property
     def warps(self) -> int:
         """Warps of a block."""
         return self.threads // WARP
@@ -206,7 +211,8 @@ def check_shared_memory(spec: VerifySpec, geometry: Geometry, limit_bytes: int) 
 
 def check_items(spec: VerifySpec, geometry: Geometry) -> None:
     """Refuse limits under which a launch may have more items of work (see kernels/schedule.py) than it can count."""
-    items = spec.max_requests * units_per_request(spec, geometry) * -(-spec.max_kv_len // geometry.keys_per_tile)
+    of_unit = -(-spec.max_kv_len // geometry.keys_per_tile) + geometry.segment_cost
+    items = spec.max_requests * units_per_request(spec, geometry) * of_unit
     if items > MAX_ITEMS:
         raise ArgumentError(
             "spec",

@@ -3,9 +3,11 @@
     head row   one of the n * group query rows that read a KV head of a request: (node, head in group), node major.
     row unit   (request, KV head, tile of head rows), the KV head varying fastest.
     item       the quantum of work of a row unit: one tile of keys (balanced) or one chunk of tiles (fixed).
-    line       all items of all row units, request after request, unit after unit.  Block k of a grid of G takes the
-               items [k * I / G, (k + 1) * I / G) of the I items: no block has more than one item above the average.
-               With few items some blocks stay idle (``active_blocks``).
+    line       all items of all row units, request after request, unit after unit.  With balanced each unit begins with
+               some start items, which stand for the time that a block takes to begin with a unit and have no tile
+               (``start_items_of``).  Block k of a grid of G takes the items [k * I / G, (k + 1) * I / G) of the I
+               items: no block has more than one item above the average.  With few items some blocks stay idle
+               (``active_blocks``).
     segment    what a block works on at a time: a row unit x a range of key tiles.
                  balanced   consecutive items of one unit that fall to one block
                  fixed      exactly one item, whoever runs it
@@ -19,7 +21,8 @@ Numbers of partial states, which are their places in the workspace
                segments share a number and there are fewer than G + units of them.
     fixed      the item's position on the line.
 
-The work table in shared memory: ``table[0, b]`` items and ``table[1, b]`` units before request b, for b in [0, B].
+The work table in shared memory: ``table[0, b]`` items, without start items, and ``table[1, b]`` units before request
+b, for b in [0, B].
 Every block makes its own copy: B loads of lengths, one warp scan.  Items and units are int32: a plan whose limits allow
 more items is refused (geometry.check_items).  Divisions are those of ``ptx``: Python's ``//`` of two variables is a
 64-bit division that rounds down, some hundred instructions, and every block begins by fetching its instructions cold.
@@ -131,12 +134,15 @@ def chunk_tiles_of(num_tiles, max_splits):
 
 
 @cuda.jit(device=True)
-def upper_request(starts, num_requests, position):
-    """The request ``b`` with ``starts[b] <= position < starts[b + 1]``; requests without work are never returned."""
+def upper_request(starts, units, start_items, num_requests, position):
+    """The request ``b`` with ``start(b) <= position < start(b + 1)``; requests without work are never returned.
+
+    ``start(b)`` is ``starts[b] + start_items * units[b]``.
+    """
     low, high = int32(0), int32(num_requests)
     while high - low > 1:
         middle = int32((low + high) >> 1)
-        if starts[uint32(middle)] <= position:
+        if starts[uint32(middle)] + start_items * units[uint32(middle)] <= position:
             low = middle
         else:
             high = middle
@@ -158,7 +164,7 @@ def make_schedule(spec, geometry):
     rows_per_tile, keys_per_tile = geometry.rows_per_tile, geometry.keys_per_tile
     group, num_kv_heads = spec.group, spec.num_kv_heads
     threads = geometry.threads
-    is_fixed, split_cost = spec.split == "fixed", geometry.split_cost
+    is_fixed, split_cost, segment_cost = spec.split == "fixed", geometry.split_cost, geometry.segment_cost
 
     @cuda.jit(device=True)
     def num_units(request):
@@ -218,9 +224,24 @@ def make_schedule(spec, geometry):
         return blocks
 
     @cuda.jit(device=True)
+    def start_items_of(table, num_requests):
+        """Start items of each unit: as many tiles as its start takes time, but fewer than a block's share has tiles.
+
+        So every share has a tile, and blocks between two of a unit have it, too.
+        """
+        if is_fixed or segment_cost == 0:
+            return int32(0)
+        return max(int32(0), min(int32(segment_cost), int32(quotient(table[uint32(num_requests)], cuda.gridDim.x) - 1)))
+
+    @cuda.jit(device=True)
+    def line_length(table, num_requests):
+        """Items of all units, start items included."""
+        return int32(table[num_requests] + start_items_of(table, num_requests) * table[uint32(2 * num_requests + 1)])
+
+    @cuda.jit(device=True)
     def share(args, table):
         # Opaque: else its address is kept for the merge, in a register that the walk lacks.
-        num_items = table[ptx.opaque_u32(args.num_requests)]
+        num_items = line_length(table, ptx.opaque_u32(args.num_requests))
         block, blocks = int32(cuda.blockIdx.x), active_blocks(num_items)
         if block >= blocks:
             return int32(0), int32(0)
@@ -236,11 +257,12 @@ def make_schedule(spec, geometry):
     def segment_at(args, table, position, end):
         """The segment that starts at ``position`` of the line, for a block whose share ends at ``end``."""
         num_requests = args.num_requests
-        b = upper_request(table, num_requests, position)
+        units, start_items = table[uint32(num_requests + 1) :], start_items_of(table, num_requests)
+        b = upper_request(table, units, start_items, num_requests, position)
         request = load_request(args, b)
         tiles = num_tiles(request)
-        per_unit = items_per_unit(request, args.max_splits)
-        inside = int32(position - table[uint32(b)])
+        per_unit = int32(items_per_unit(request, args.max_splits) + start_items)
+        inside = int32(position - table[uint32(b)] - start_items * units[uint32(b)])
         unit = quotient(inside, per_unit)
         item = int32(inside - unit * per_unit)
         if is_fixed:
@@ -250,10 +272,13 @@ def make_schedule(spec, geometry):
             state = position
             next_position = int32(position + 1)
         else:
-            first_tile = item
-            end_tile = min(tiles, int32(item + (end - position)))
-            state = int32(cuda.blockIdx.x + table[uint32(num_requests + 1 + b)] + unit)
-            next_position = int32(position + (end_tile - first_tile))
+            first_tile = max(int32(0), int32(item - start_items))
+            first_position = int32(position + max(int32(0), int32(start_items - item)))
+            end_tile = min(tiles, int32(first_tile + (end - first_position)))
+            state = int32(cuda.blockIdx.x + units[uint32(b)] + unit)
+            next_position = int32(first_position + (end_tile - first_tile))
+            if end - next_position <= start_items:  # no tile of the next unit is left in the share
+                next_position = int32(end)
         direct = end_tile - first_tile == tiles
         kv_head, first_row = place_of(unit)
         return Segment(request, kv_head, first_row, first_tile, end_tile, direct, state, next_position)
@@ -263,7 +288,7 @@ def make_schedule(spec, geometry):
         """The states of the row unit with this index among all units of the batch, in the order of its keys."""
         num_requests = args.num_requests
         units = table[uint32(num_requests + 1) :]
-        b = upper_request(units, num_requests, unit_index)
+        b = upper_request(units, units, int32(0), num_requests, unit_index)
         unit = int32(unit_index - units[uint32(b)])
         kv_head, first_row = place_of(unit)
         # Units of one request have equally many items: no lengths are read here.
@@ -273,7 +298,8 @@ def make_schedule(spec, geometry):
         first_item = int32(before + unit * per_unit)
         if is_fixed:
             return UnitStates(b, kv_head, first_row, first_item, per_unit)
-        num_items = table[uint32(num_requests)]
+        first_item = int32(first_item + start_items_of(table, num_requests) * (unit_index + 1))
+        num_items = line_length(table, uint32(num_requests))
         blocks = active_blocks(num_items)
         first_block = block_of(num_items, blocks, first_item)
         last_block = block_of(num_items, blocks, int32(first_item + per_unit - 1))

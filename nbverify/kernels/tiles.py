@@ -50,6 +50,7 @@ WIDEN_REGISTERS = 8  # fp8: a second ring
 
 # Measured on an H200: partial states, written and merged, of all blocks together; of one block an mma, and pool rows.
 PARTIAL_BYTES_PER_CLOCK, CLOCKS_PER_MMA, POOL_BYTES_PER_CLOCK = 1100, 2.7, 20
+SEGMENT_CLOCKS = 12_000  # to look a segment up, fill the ring, and write what came out
 
 
 @dataclass(frozen=True)
@@ -222,8 +223,17 @@ class MmaGeometry:
     def split_cost(self) -> int:
         """What each partial state of a row unit costs the launch, in 1/1024 of what a tile costs a block."""
         partial = 4 * self.rows_per_tile * (self.head_dim_v + 2) / PARTIAL_BYTES_PER_CLOCK
+        return round(1024 * partial / self._tile_clocks)
+
+    @property
+    def segment_cost(self) -> int:
+        """How many tiles a block could walk in the time that it takes to begin and end a segment."""
+        return round(SEGMENT_CLOCKS / self._tile_clocks)
+
+    @property
+    def _tile_clocks(self) -> float:
         row_bytes = self.keys_per_tile * (self.k_row_bytes + self.v_row_bytes)
-        return round(1024 * partial / max(CLOCKS_PER_MMA * self.all_mma, row_bytes / POOL_BYTES_PER_CLOCK))
+        return max(CLOCKS_PER_MMA * self.all_mma, row_bytes / POOL_BYTES_PER_CLOCK)
 
     # --- bytes
 

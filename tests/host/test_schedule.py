@@ -104,16 +104,21 @@ def test_upper_request_is_searchsorted():
         counts[rng.integers(counts.size)] += 1
         if rng.random() < 0.2:
             counts *= INT32_MAX // counts.sum()
-        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        start_items = int(rng.integers(0, 4)) if counts.sum() < 2**20 else 0
+        units = np.concatenate([[0], np.cumsum(rng.integers(1, 4, counts.size) * (counts > 0))]).astype(np.int32)
+        own = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        starts = own + start_items * units
         positions = np.unique([*starts[:-1], *(starts[1:] - 1), *rng.integers(0, starts[-1], 5)])
         positions = positions[(positions >= 0) & (positions < starts[-1])].astype(np.int32)
 
         def find(args):
             for i in range(cuda.threadIdx.x, args.positions.size, cuda.blockDim.x):
-                args.found[i] = schedule.upper_request(args.starts, int64(args.starts.size - 1), args.positions[i])
+                args.found[i] = schedule.upper_request(
+                    args.starts, args.units, int32(args.start_items), int64(args.starts.size - 1), args.positions[i]
+                )
 
         found = np.full(positions.size, -77, np.int32)
-        args = namedtuple("Args", "starts positions found")(starts, positions, found)
+        args = namedtuple("Args", "starts units start_items positions found")(own, units, start_items, positions, found)
         nv.Emulator().launch(find, args, grid=1, block=WARP, shared_bytes=0, name="find")
         np.testing.assert_array_equal(found, np.searchsorted(starts, positions, side="right") - 1)
         assert (counts[found] > 0).all()
@@ -268,7 +273,11 @@ def run_schedule(spec, lengths, grid, **sizes):
     """Work table, shares, segments of every block in order, and states of every unit, for (c, n) pairs."""
     geometry = geometry_for(spec)
     small = SimpleNamespace(  # all that a schedule depends on, and fewer threads to fill the table
-        rows_per_tile=geometry.rows_per_tile, keys_per_tile=geometry.keys_per_tile, threads=2 * WARP
+        rows_per_tile=geometry.rows_per_tile,
+        keys_per_tile=geometry.keys_per_tile,
+        threads=2 * WARP,
+        split_cost=geometry.split_cost,
+        segment_cost=geometry.segment_cost,
     )
     kv, qo = prefix_sums_of(lengths)
     sizes = {"num_indices": int(max(kv.max(), 0)), "num_tokens": int(max(qo.max(), 0))} | sizes
@@ -314,6 +323,23 @@ def expected_tiles(spec, c, n):
     return 1 if c < 0 else ceil_div(c + n, geometry_for(spec).keys_per_tile)
 
 
+def line_by_hand(spec, geometry, items_of_units, grid):
+    """1 for each item of the line, and 0 for each start item."""
+    start = 0
+    if spec.split == "balanced":
+        start = max(0, min(geometry.segment_cost, sum(items_of_units) // grid - 1))
+    return [x for items in items_of_units for x in [0] * start + [1] * items]
+
+
+def busy_by_hand(spec, geometry, length, grid):
+    """Blocks that have a share: all, or ceil(length / k) for the first k where more would cost more than they save."""
+    busy = min(grid, length)
+    if spec.split == "balanced" and length < busy**2 // 1024 * geometry.split_cost:
+        k = next(k for k in itertools.count(1) if k * (k + 1) * 1024 >= length * geometry.split_cost)
+        busy = min(busy, ceil_div(length, k))
+    return busy
+
+
 def check(spec, lengths, grid):
     """Everything that must hold, by the definition of unit, item, segment and state."""
     geometry = geometry_for(spec)
@@ -328,7 +354,7 @@ def check(spec, lengths, grid):
     assert found.units == [0, *np.cumsum([len(u) for u in units]).tolist()][: len(lengths) + 1]
     assert found.items == [0, *np.cumsum(items).tolist()][: len(lengths) + 1]
 
-    # Every tile of every unit once, in the order of the line; balanced to within one item.
+    # Every tile of every unit once, in the order of the line; balanced to within one item, start items included.
     all_units = [(b, *unit) for b in range(len(lengths)) for unit in units[b]]
     walked = [(*unit_of(s), tile) for s in found.segments for tile in range(s.first_tile, s.end_tile)]
     assert walked == [(*unit, tile) for unit in all_units for tile in range(tiles[unit[0]])]
@@ -343,12 +369,12 @@ def check(spec, lengths, grid):
         if spec.split == "fixed":
             assert s.first_tile % chunks[b] == 0
             assert s.end_tile == min(tiles[b], s.first_tile + chunks[b])
-    assert [end - position for position, end in found.shares] == shares
-    total = sum(items)
-    busy = min(grid, total)
-    if busy:
-        assert set(shares[:busy]) <= {total // busy, ceil_div(total, busy)} and not any(shares[busy:])
-        assert found.shares[:busy] == [list(cut) for cut in itertools.pairwise(np.cumsum([0, *shares[:busy]]).tolist())]
+    line = line_by_hand(spec, geometry, [per_unit[unit[0]] for unit in all_units], grid)
+    busy = busy_by_hand(spec, geometry, len(line), grid)
+    cuts = [k * len(line) // max(1, busy) for k in range(busy + 1)]
+    assert found.shares == [list(cut) for cut in itertools.pairwise(cuts)] + [[0, 0]] * (grid - busy)
+    assert shares == [sum(line[begin:end]) for begin, end in itertools.pairwise(cuts)] + [0] * (grid - busy)
+    assert all(shares[:busy]), "a block with a share has work"
 
     # Numbers of states: unique, inside the workspace, and found again by the merge, in the order of the keys.
     written = set()
@@ -374,6 +400,22 @@ def spec_of(split, *, heads=6, kv_heads=2, shared=False, **limits):
     if shared:
         return nv.VerifySpec.mla(heads, split=split, **limits)
     return nv.VerifySpec.gqa(heads, kv_heads, 16, split=split, **limits)
+
+
+def test_few_tiles_leave_blocks_idle():
+    """Where another partial state costs more than another tile; and the start of a unit counts where there are many."""
+    spec = nv.VerifySpec.mla(8, max_nodes=8, max_requests=4, max_kv_len=40_000, sm_scale=1.0, kernel="mma")
+    geometry = geometry_for(spec)
+    keys = geometry.keys_per_tile
+    assert 10 < geometry.split_cost < 100 and 1 < geometry.segment_cost < 10
+    for tiles, busy in ((129, 65), (40, 40), (1026, 132)):
+        found = check(spec, [(tiles * keys - 8, 8)], 132)
+        assert sum(end > begin for begin, end in found.shares) == busy
+    found = check(spec, [(300 * keys - 8, 8)] * 4, 132)  # 9 tiles a block, less where a second unit begins
+    tiles = [0] * 132
+    for s in found.segments:
+        tiles[s.block] += s.end_tile - s.first_tile
+    assert min(tiles) < 9 < max(tiles)
 
 
 each_kernel = pytest.mark.parametrize("kernel", KERNELS)
