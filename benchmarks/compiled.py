@@ -44,7 +44,6 @@ SM_REGISTERS = 65_536
 MAX_REGISTERS = 255  # of a thread
 REGISTERS_STEP = 8  # of a thread: given out eight at a time
 GROUP_THREADS = 128  # four warps, one in each quarter of an SM: a group that is not full takes registers all the same
-RESERVED_SHARED_BYTES = {"sm_90a": 1024}  # the system's own, which the linker counts where shared memory is used
 
 
 @dataclass(frozen=True)
@@ -115,9 +114,7 @@ def resource_problems(row: Row, fault: Fault = SOUND, *, linker: str | None = No
         f"{row['registers']} registers, expected up to {cap} with {row['threads']} threads": (
             0 < row["registers"] <= cap
         ),
-        f"{row['static_shared_bytes']} bytes of static shared memory": (
-            row["static_shared_bytes"] in (0, RESERVED_SHARED_BYTES.get(row["target"], 0))
-        ),
+        f"{row['static_shared_bytes']} bytes of static shared memory": row["static_shared_bytes"] == 0,
         f"{row['instructions']['f64']} float64 instructions": row["instructions"]["f64"] == 0,
         f"{row['instructions']['local memory']} accesses to arrays in local memory": (
             row["instructions"]["local memory"] == 0

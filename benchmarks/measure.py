@@ -1,8 +1,9 @@
 """From cases to rows: plan, bind, capture, check against float64, time.  A row is a plain dict, as the JSON has it.
 
-us          device time of a graph replay with a cold L2 cache: p10, p50, p90, min, repeats
-gb_s        the least bytes of the shape / us;  read_share: of the read measured in the same process
-tflop_s     the least FLOP / us;  mma_share: of the mma.sync loop measured in the same process
+us          device time of a graph replay with a cold L2 cache: p10, p50, p90, min, repeats.  The graph holds the
+            launches of the case, one if it does not say, behind the schedule of a step where the spec has one
+gb_s        the least bytes of the shape, for each launch / us;  read_share: of the read measured in the same process
+tflop_s     the least FLOP of each launch / us;  mma_share: of the mma.sync loop measured in the same process
 limit_us    the larger of the two times that those ceilings allow (bound: "memory" or "tensor");  limit_share
 host_us, replay_us    what the host pays for a launch, and for a replay of the graph
 error       against float64: see check.Accuracy;  numpy_ms: see check.numpy_reference
@@ -119,11 +120,18 @@ class Session:
         }
 
     def _captured(self, problem: Problem, bound: nv.BoundVerify) -> Any:
-        """The launch as a graph, captured and run once at other lengths where the case says so."""
+        """The launches as a graph, captured and run once at other lengths where the case says so."""
         case, shape = problem.case, problem.case.shape
+
+        def step(stream: Any) -> None:
+            if case.schedule == "step":
+                bound.schedule(stream)
+            for _ in range(case.launches):
+                bound.launch(stream)
+
         if case.capture_prefix is not None:
             problem.set_lengths((case.capture_prefix,) * shape.requests)
-        graph = self.device.capture(bound.launch)
+        graph = self.device.capture(step)
         if case.capture_prefix is not None:
             self.device.replay(graph)
             problem.set_lengths(shape.prefixes)
@@ -155,7 +163,7 @@ def specs_of(cases: Sequence[Case]) -> tuple[dict[Case, VerifySpec], dict[Case, 
 def _group(case: Case) -> Case:
     """The same for cases that share a plan."""
     heads = replace(case.shape, nodes=(max(case.shape.nodes),), prefixes=(0,))
-    return replace(case, shape=heads, contiguous=False)
+    return replace(case, shape=heads, contiguous=False, launches=1)
 
 
 def describe(case: Case) -> dict[str, Any]:
@@ -176,10 +184,12 @@ def describe(case: Case) -> dict[str, Any]:
         "mask": case.mask,
         "split": case.split,
         "reduction": case.reduction,
+        "schedule": case.schedule,
         "contiguous": case.contiguous,
         "captured_at": case.capture_prefix,
-        "flop": shape.flop,
-        "bytes": shape.num_bytes(case.kv_itemsize),
+        "launches": case.launches,
+        "flop": case.flop,
+        "bytes": case.num_bytes,
     }
 
 
@@ -189,7 +199,7 @@ def _one_or_list(values: tuple[int, ...]) -> int | list[int]:
 
 def rates(case: Case, us: float, ceilings: dict[str, float]) -> dict[str, Any]:
     """Bandwidth and arithmetic of a time, and their shares of the ceilings."""
-    num_bytes, flop = case.shape.num_bytes(case.kv_itemsize), case.shape.flop
+    num_bytes, flop = case.num_bytes, case.flop
     memory_us = num_bytes / ceilings["read_gb_s"] / 1e3
     tensor_us = flop / ceilings["mma_tflop_s"] / 1e6
     limit_us = max(memory_us, tensor_us)

@@ -3,6 +3,7 @@
     python -m benchmarks.verify                                   Kimi K2.6 on 8 GPUs, a few trees and prefixes
     python -m benchmarks.verify --preset qwen3-8b --nodes 8,33 --prefix 4k,32k
     python -m benchmarks.verify --heads 8 --nodes 8 --prefix 4641,45118 --ragged
+    python -m benchmarks.verify --kernel mma --schedule step --launches 61     a model's step in one graph
     python -m benchmarks.verify --suite must --peers --json       the tables the kernel is judged by; other kernels too
     python -m benchmarks.verify --suite neighbours,claims --json  what it promises beside them, a line each
 
@@ -30,7 +31,7 @@ from benchmarks.timing import RESULTS, head_line, record_name
 from nbverify import presets
 from nbverify.errors import ArgumentError, NbverifyError
 from nbverify.kernels.tiles import limits_of
-from nbverify.spec import DTYPES, KERNELS, KV_DTYPE_FP8, REDUCTIONS, SPLITS, Mask
+from nbverify.spec import DTYPES, KERNELS, KV_DTYPE_FP8, REDUCTIONS, SCHEDULES, SPLITS, Mask
 
 SUITES = ("must", "neighbours", "claims")
 DEFAULT_NODES, DEFAULT_PREFIX, DEFAULT_BATCH = (8, 33), (4096, 32768), (1,)
@@ -53,7 +54,8 @@ def build_parser(prog: str = "python -m benchmarks.verify") -> argparse.Argument
         type=_suites,
         metavar="NAME[,NAME]",
         help="must: the tables of goals; neighbours: one node more, one head less, 10 %% longer than those; "
-        "claims: tree tax, shuffled slots, ragged batches, fp8, fixed splits, rows wasted ...",
+        "claims: tree tax, shuffled slots, ragged batches, fp8, fixed splits, one schedule a step, rows "
+        "wasted ...",
     )
     what.add_argument("--preset", type=_presets, metavar="NAME[,NAME]", help=f"of {', '.join(presets.PRESETS)}")
     what.add_argument("--heads", type=_sizes, metavar="N[,N]", help="query heads: a shape of your own")
@@ -67,6 +69,8 @@ def build_parser(prog: str = "python -m benchmarks.verify") -> argparse.Argument
     how.add_argument("--kernel", choices=KERNELS, help="default: the spec's")
     how.add_argument("--split", choices=SPLITS, default="balanced")
     how.add_argument("--reduction", choices=REDUCTIONS, default="grid_sync")
+    how.add_argument("--schedule", choices=SCHEDULES, default="launch", help="step: once, before the launches")
+    how.add_argument("--launches", type=_count, default=1, help="of one graph, as the layers of a model (1)")
     how.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     how.add_argument("--kv-dtype", choices=(*DTYPES, KV_DTYPE_FP8), help="default: --dtype")
     how.add_argument("--mask", choices=[mask.value for mask in Mask], default="full")
@@ -122,11 +126,15 @@ def _fail(message: str, code: int) -> int:
 
 
 def usual_case(options: argparse.Namespace) -> Case:
-    """The flags that say how; the shape is to be replaced."""
+    """The flags that say how; the shape is to be replaced.  Raises ArgumentError."""
+    if options.launches < 1:
+        raise ArgumentError("--launches", ">= 1", options.launches)
+    if options.launches > 1 and options.peers is not None:
+        raise ArgumentError("--launches", "1 beside --peers, which are launched once", options.launches)
     kv_dtype = None if options.kv_dtype == options.dtype else options.kv_dtype
     return Case(
         shapes.MUST[0].shape, dtype=options.dtype, kv_dtype=kv_dtype, mask=options.mask, split=options.split,
-        reduction=options.reduction, kernel=options.kernel,
+        reduction=options.reduction, schedule=options.schedule, kernel=options.kernel, launches=options.launches,
     )  # fmt: skip
 
 
@@ -263,9 +271,10 @@ def run(options: argparse.Namespace, arguments: list[str], make_device: Callable
 
 
 def goals_apply(options: argparse.Namespace) -> bool:
-    """They are for bfloat16, balanced splits and a tree mask."""
+    """They are for a launch, bfloat16, balanced splits and a tree mask."""
     sixteen_bits = options.dtype == "bfloat16" and options.kv_dtype in (None, "bfloat16")
-    return sixteen_bits and options.split == "balanced" and Mask(options.mask).reads_buffer
+    balanced, once = options.split == "balanced", options.launches == 1
+    return sixteen_bits and balanced and once and Mask(options.mask).reads_buffer
 
 
 def judged_claim(session: Session, claim: Claim, cc: str) -> dict[str, Any]:
@@ -329,7 +338,7 @@ def conclude(record: dict[str, Any], *, judged: bool) -> bool:
         reached = [table.verdict(row) for row in with_goal]
         show(f"\n{reached.count('aim')} of {len(reached)} reach the aim, {reached.count('must')} more what they must")
     elif with_goal:
-        show(f"\nthe goals are for bfloat16, balanced splits and a tree on an {GOALS_ARE_FOR}: not judged here")
+        show(f"\nthe goals are for a launch in bfloat16, balanced, with a tree, on an {GOALS_ARE_FOR}: not judged here")
     for title, labels in (("failed", failed), ("slower than they must be", missed), ("do not hold", broken)):
         if labels:
             show(f"{len(labels)} {title}: {'; '.join(labels)}")
@@ -342,7 +351,7 @@ def ceilings_line(ceilings: dict[str, float], options: argparse.Namespace) -> st
         f"read {ceilings['read_gb_s']:,.0f} GB/s, copy {ceilings['copy_gb_s']:,.0f} GB/s, mma.sync "
         f"{ceilings['mma_tflop_s']:,.0f} TFLOP/s, two events with nothing between {ceilings['empty_us']:.1f} us; "
         f"{options.dtype}, KV {options.kv_dtype or options.dtype}, mask {options.mask}, split {options.split}, "
-        f"{options.reduction}, L2 cold, {options.repeats} replays"
+        f"{options.reduction}, schedule {options.schedule}, L2 cold, {options.repeats} replays"
     )
 
 

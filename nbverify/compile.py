@@ -81,8 +81,8 @@ class Resources:
     spill_bytes: int  # stores and loads of registers that had to go to memory
     local_bytes: int  # local memory a thread: spills, and arrays that did not stay in registers
     stack_bytes: int  # that, and what calls need; there are none
-    static_shared_bytes: int  # sm_90 keeps 1024 bytes for itself
-    instructions: dict[str, int]  # PTX opcode up to the second dot -> occurrences
+    static_shared_bytes: int
+    instructions: dict[str, int]  # PTX opcode with all its modifiers -> occurrences
 
 
 @dataclass(frozen=True)
@@ -306,7 +306,7 @@ def _resources(name: str, log: str, ptx: str) -> Resources:
         raise CompileError(f"{name}: the linker's report has no line for it:\n{log[-2000:]}")
     counts: dict[str, int] = {}
     body = ptx[ptx.index(f".entry {name}") :]
-    for opcode in re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z][a-z0-9_.]*[a-z0-9])[\s;]", body, re.M):
+    for opcode in re.findall(r"^\s+(?:@!?%p\d+\s+)?([a-z][a-z0-9_.:]*[a-z0-9])[\s;]", body, re.M):
         counts[opcode] = counts.get(opcode, 0) + 1
     stack = re.search(r"(\d+) bytes cumulative stack size", usage[2])
     shared = re.search(r"(\d+) bytes smem", usage[2])

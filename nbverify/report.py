@@ -10,6 +10,7 @@ from nbverify.doctor import REGISTERS_STEP, SM_LIMITS, SYSTEM_SHARED_BYTES, WARP
 from nbverify.kernels import geometry as geo
 from nbverify.kernels.geometry import Geometry
 from nbverify.spec import VerifySpec
+from nbverify.tile_counts import SM_QUARTERS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,9 +48,7 @@ def kernel_reports(
     reports = []
     for kernel, step in zip(kernels, steps, strict=True):
         r = kernel.resources
-        # For sm_90 the linker counts what the system takes of each block's shared memory as static.
-        system = min(r.static_shared_bytes, SYSTEM_SHARED_BYTES) if cc[0] == 9 else 0
-        shared = r.static_shared_bytes - system + step.shared_bytes
+        shared = r.static_shared_bytes + step.shared_bytes
         blocks, limit = blocks_per_sm(cc, step.threads, r.registers, shared)
         reports.append(
             {
@@ -89,6 +88,9 @@ def blocks_per_sm(cc: tuple[int, int], threads: int, registers: int, shared_byte
     """(Co-resident blocks, what limits them), by the limits of the architecture; the plan asks the driver.
 
     Blocks is None for an architecture that is not in the table.
+
+    A quarter of an SM has a quarter of the registers, for whole warps.  Before it spreads a block's warps over the
+    quarters, the device asks for a whole group of four: what a block of 9 warps would need with 12 must be there.
     """
     limits = SM_LIMITS.get(cc)
     if limits is None:
@@ -97,8 +99,12 @@ def blocks_per_sm(cc: tuple[int, int], threads: int, registers: int, shared_byte
         return 0, f"shared memory: {limits.shared_optin_bytes:,} bytes a block"
     warps = -(-threads // WARP)
     warp_registers = -(-registers * WARP // REGISTERS_STEP) * REGISTERS_STEP
+    groups = -(-warps // SM_QUARTERS)
+    if groups * SM_QUARTERS * warp_registers > limits.registers:
+        return 0, f"registers: {limits.registers:,} a block, in groups of {SM_QUARTERS} warps"
+    quarter_warps = limits.registers // SM_QUARTERS // warp_registers if registers else limits.max_threads
     by = {
-        "registers": limits.registers // warp_registers // warps if registers else limits.max_blocks,
+        "registers": SM_QUARTERS * quarter_warps // warps,
         "shared memory": limits.shared_bytes // (shared_bytes + SYSTEM_SHARED_BYTES),
         "threads": limits.max_threads // (warps * WARP),
         "blocks": limits.max_blocks,

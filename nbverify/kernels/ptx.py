@@ -718,17 +718,17 @@ def setmaxnreg_inc(typingctx, registers):
     registers of the launch times its threads, and asking for more hangs without a message.  Only for targets
     with an ``a``: sm_90a, sm_120a.  "Miscellaneous Instructions: setmaxnreg".
 
-    The assembler drops it, with a remark in its log, where it does not see the whole program: in nvJitLink, which takes
-    PTX as one unit of several, and, in ptxas too, in a kernel that calls an external function, such as the grid barrier
-    of cooperative groups.  It is kept by ``ptxas`` and ``ptxas -ewp`` (whose result nvJitLink may link) in a
-    kernel with launch bounds: those give the registers of the launch, 168 for 384 threads.
+    It is kept because compile.py goes through LTO-IR, which nvJitLink assembles as a whole program, because nothing
+    external is called (the grid's barrier is our own), and because kernels have launch bounds: those give the
+    registers of the launch, 168 for 384 threads.  Of PTX, which nvJitLink takes for one part of a program, and in a
+    kernel that calls an external function, the assembler drops it, with no more than a remark in its log.
     """
     return _setmaxnreg("inc", registers)
 
 
 @intrinsic
 def setmaxnreg_dec(typingctx, registers):
-    """Give registers back, down to a constant.  See ``setmaxnreg_inc``."""
+    """Give registers back, down to a constant.  See ``setmaxnreg_inc``; that it is kept takes LTO-IR (compile.py)."""
     return _setmaxnreg("dec", registers)
 
 

@@ -300,6 +300,36 @@ def test_a_walk_in_roles_shifts_its_registers(monkeypatch, cc):
     assert not re.search(r"^\s*call", kernel.ptx, re.M)
 
 
+PTX_LINES = """.visible .entry nbverify_k(
+	.param .u64 a
+)
+{
+	ld.param.u64 	%rd1, [a];
+$L__BB0_1:
+	mbarrier.try_wait.parity.shared::cta.b64 	%p1, [%r1], %r2;
+	@%p1 bra 	$L__BB0_3;
+	@!%p1 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r1], [%rd1], 16, [%r2];
+	trap;
+$L__BB0_3:
+	ret;
+}
+"""
+REPORT = """ptxas info    : Function properties for nbverify_k
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 40 registers, used 0 barriers, 8 bytes cumulative stack size, 96 bytes smem
+"""
+
+
+def test_the_report_is_read_and_every_opcode_counted():
+    found = compile._resources("nbverify_k", REPORT, PTX_LINES)
+    assert (found.registers, found.spill_bytes, found.local_bytes) == (40, 16, 8)
+    assert (found.stack_bytes, found.static_shared_bytes) == (8, 96)
+    assert found.instructions == {
+        "ld.param.u64": 1, "mbarrier.try_wait.parity.shared::cta.b64": 1, "bra": 1, "trap": 1, "ret": 1,
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes": 1,
+    }  # fmt: skip
+
+
 COMPILE_TINY = """
 import json
 from nbverify import VerifySpec, contract

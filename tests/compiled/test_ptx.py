@@ -12,7 +12,7 @@ from nbverify.kernels import ptx
 TARGETS = ["8.0", "9.0", "12.0"]
 WITHOUT_LOOPS = {  # that the compiler may unroll: what is asked for is there as often as it is asked for
     *("mma_bf16", "mma_f16", "ldmatrix", "arithmetic", "division", "permute", "pair products", "widen bfloat16"),
-    *("widen float16", "memory", "elect", "setmaxnreg"),
+    *("widen float16", "memory", "elect", "setmaxnreg", "trap"),
 }
 LAUNCH_REGISTERS = 168  # what 384 threads can have of 65536, a multiple of 8
 # In the assembler's words.

@@ -36,8 +36,7 @@ def test_every_instruction_has_a_twin_and_a_case():
     assert len(intrinsics) > 50
     assert intrinsics - set(ptx_twins.PTX_TWINS) == set()
     used = {name for case in CASES for name in names_of(case.body)}
-    # The compiled tests have the first, and nothing is left of a context after the second: a test below has it.
-    assert intrinsics - used - {"trap"} == {"unroll_loops"}
+    assert intrinsics - used == {"unroll_loops"}  # the compiled tests have it
 
 
 def names_of(body):
@@ -402,8 +401,9 @@ def test_nan_and_infinity_go_through_an_mma():
     np.testing.assert_array_equal(out, [[np.nan, np.inf, 1, 1, 1, 1, 1, 1]] * 8)
 
 
-@pytest.mark.skipif(not hasattr(ptx, "trap"), reason="not an instruction of this version")
 def test_a_trap_ends_the_launch():
+    """On a device nothing is left of the context, so that the case of all tiers does not meet its trap."""
+
     def body(args):
         if cuda.threadIdx.x == 5:
             ptx.trap()

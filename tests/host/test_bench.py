@@ -61,7 +61,10 @@ class HostDevice:
 
     def plan(self, spec):
         self.log.append(f"plan {spec.max_kv_len}")
-        return nv.VerifyPlan(replace(spec, kernel="simt"), device=nv.Emulator(2))
+        kernel = (
+            "mma" if spec.schedule == "step" else "simt"
+        )  # the plain kernel has no such schedule, and is faster here
+        return nv.VerifyPlan(replace(spec, kernel=kernel), device=nv.Emulator(2))
 
     def capture(self, call):
         return Graph(call)
@@ -259,8 +262,9 @@ def test_the_suite_of_goals_is_judged_on_an_h200_only(capsys, monkeypatch):
     assert "1 slower than they must be: 1 x 3 x 1/1 x 64, 8" in text
     code, text = run(capsys, "--suite", "must")
     assert code == 0 and "not judged here" in text
-    code, text = run(capsys, "--suite", "must", "--split", "fixed", device=HostDevice("NVIDIA H200"))
-    assert code == 0 and "not judged here" in text
+    for flags in (["--split", "fixed"], ["--launches", "2"]):
+        code, text = run(capsys, "--suite", "must", *flags, device=HostDevice("NVIDIA H200"))
+        assert code == 0 and "not judged here" in text
 
 
 def test_claims_are_measured_and_shown(capsys, monkeypatch, tmp_path):
@@ -308,6 +312,43 @@ def test_a_graph_captured_at_other_lengths_gives_the_result_of_its_own():
     session = Session(HostDevice(), [case], seed=0, repeats=5, ceilings=CEILINGS)
     row = session.row(case)
     assert row["error"]["relative"] < 0.004 and row["captured_at"] == 50  # values are checked: 50 keys would be wrong
+
+
+class CountingDevice(HostDevice):
+    """Which kernels a replay runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels: list[str] = []
+
+    def plan(self, spec):
+        plan = super().plan(spec)
+        launch = plan._backend._emulator.launch
+        plan._backend._emulator.launch = lambda *args, name, **options: (
+            self.kernels.append(name), launch(*args, name=name, **options),
+        )  # fmt: skip
+        return plan
+
+
+def test_a_step_is_one_schedule_and_all_its_launches():
+    """In one graph, captured at other lengths: the schedule is of those that it is replayed with."""
+    case = replace(TINY_CASE, kernel="mma", schedule="step", launches=3, capture_prefix=50)
+    device = CountingDevice()
+    row = Session(device, [case], seed=0, repeats=5, ceilings=CEILINGS).row(case)
+    assert row["error"]["relative"] < 0.004 and (row["schedule"], row["launches"]) == ("step", 3)
+    assert device.kernels == ["schedule", *["verify"] * 3] * 2  # at the lengths of the capture, and at its own
+    one = describe(replace(case, launches=1))
+    assert (row["flop"], row["bytes"]) == (3 * one["flop"], 3 * one["bytes"])
+    assert row["gb_s"] == pytest.approx(row["bytes"] / row["us"]["p50"] / 1e3)
+
+
+def test_one_schedule_a_step_is_claimed(capsys, monkeypatch):
+    short = replace(TINY_CASE, shape=replace(TINY_CASE.shape, prefixes=(8,)), kernel="mma", launches=2)
+    claims = [shapes.Claim("one schedule a step", replace(short, schedule="step"), short, 1.0)]
+    monkeypatch.setattr(shapes, "side_claims", lambda usual, peers: claims)
+    code, text = run(capsys, "--suite", "claims", "--kernel", "mma")
+    assert code == 0
+    assert "1 x 3 x 2/1 x 64, 8, schedule step, kernel mma, 2 launches  " in text and "1 of 1 claims met" in text
 
 
 class WrongDevice(HostDevice):

@@ -62,16 +62,18 @@ def test_ragged_lists_are_one_batch():
 
 def test_how_it_is_computed_reaches_the_spec():
     flags = ["--kv-dtype", "float8_e4m3fn", "--mask", "tree", "--split", "fixed", "--reduction", "two_launch",
-             "--kernel", "simt", "--nodes", "8", "--prefix", "4k"]  # fmt: skip
+             "--kernel", "simt", "--launches", "3", "--nodes", "8", "--prefix", "4k"]  # fmt: skip
     (case,) = work_of(*flags).cases
     spec = case.spec()
     assert (spec.kv_dtype, spec.mask, spec.split, spec.reduction, spec.kernel) == (
         "float8_e4m3fn", "tree", "fixed", "two_launch", "simt",
     )  # fmt: skip
     assert (spec.max_requests, spec.max_nodes, spec.max_kv_len) == (1, 8, 4104)
-    assert (
-        case.label == "1 x 8 x 8, 4k, kv_dtype float8_e4m3fn, mask tree, split fixed, reduction two_launch, kernel simt"
+    assert case.label == (
+        "1 x 8 x 8, 4k, kv_dtype float8_e4m3fn, mask tree, split fixed, reduction two_launch, kernel simt, 3 launches"
     )
+    (step,) = work_of("--kernel", "mma", "--schedule", "step", "--nodes", "8", "--prefix", "4k").cases
+    assert step.spec().schedule == "step" and step.label == "1 x 8 x 8, 4k, schedule step, kernel mma"
     (case,) = work_of("--nodes", "8", "--prefix", "4k").cases
     assert case.spec().kernel == nv.VerifySpec.mla(8, max_requests=1, max_nodes=1, max_kv_len=1, sm_scale=1).kernel
     (same,) = work_of("--nodes", "8", "--prefix", "4k", "--kv-dtype", "bfloat16").cases
@@ -88,6 +90,9 @@ def test_how_it_is_computed_reaches_the_spec():
     (["--ragged", "--nodes", "1,2", "--prefix", "1,2,3"], "--ragged: expected as many"),
     (["--ragged", "--batch", "4", "--prefix", "1,2,3"], "--batch: expected none, or 3"),
     (["--kv-dtype", "float16"], "kv_dtype: expected"),
+    (["--schedule", "step"], "schedule: expected 'launch' with kernel='simt'"),
+    (["--launches", "0"], "--launches: expected >= 1"),
+    (["--launches", "61", "--peers"], "--launches: expected 1 beside --peers"),
     (["--peers", "/no/such/folder"], "/no/such/folder: no such folder"),
 ])  # fmt: skip
 def test_wrong_flags_are_told_before_a_device_is_looked_for(flags, words, capsys):
@@ -192,6 +197,11 @@ def test_every_claim_compares_two_cases_that_differ_in_what_it_says():
     fixed = [claim for claim in claims if claim.name == "fixed against balanced"]
     assert [claim.measured.shape for claim in fixed] == [goal.shape for goal in MUST]
     assert by_name["never slower than Triton"].against == "triton"
+    step = {claim.name: claim for claim in work_of("--suite", "claims", "--kernel", "mma").claims}[
+        "one schedule a step"
+    ]
+    assert [(one.schedule, one.launches) for one in (step.measured, step.against)] == [("step", 61), ("launch", 61)]
+    assert "one schedule a step" not in by_name  # the plain kernel has none
     assert "never slower than Triton" not in {claim.name for claim in work_of("--suite", "claims").claims}
 
 
@@ -203,8 +213,8 @@ def test_pairs_have_the_shape_of_each_other_and_differ_in_one_thing():
             continue
         a, b = claim.measured, claim.against
         shape = [name for name in names if getattr(a.shape, name) != getattr(b.shape, name)]
-        case = [name for name in ("dtype", "kv_dtype", "mask", "split", "reduction", "kernel", "contiguous",
-                                  "capture_prefix") if getattr(a, name) != getattr(b, name)]  # fmt: skip
+        case = [name for name in ("dtype", "kv_dtype", "mask", "split", "reduction", "schedule", "kernel", "contiguous",
+                                  "capture_prefix", "launches") if getattr(a, name) != getattr(b, name)]  # fmt: skip
         assert len(shape + case) == 1 and shape in ([], ["prefixes"])
         assert sum(a.shape.prefixes) == sum(b.shape.prefixes)
 
@@ -216,7 +226,7 @@ def test_the_limits_of_the_claims():
     assert limits == {
         "tree mask against none": (1.03, False), "shuffled slots": (1.05, False),
         "graph captured at 256k": (1.10, False), "ragged batch": (1.10, False), "fp8 cache": (1.5, True),
-        "fixed against balanced": (1.3, False), "mma rows wasted": (0.20, False),
+        "fixed against balanced": (1.3, False), "one schedule a step": (1.0, False), "mma rows wasted": (0.20, False),
     }  # fmt: skip
 
 
@@ -289,6 +299,15 @@ def test_waste_by_hand():
 
 def test_wasted_rows_are_those_of_tensor_cores():
     assert {claim.of for claim in work_of("--suite", "claims", "--kernel", "simt").claims} == {"time"}
+
+
+def test_launches_of_a_step_share_a_plan_and_add_up():
+    one = Case(mla(1, 8, 8, 4096), kernel="mma")
+    step = replace(one, schedule="step", launches=61)
+    specs, _ = specs_of([one, replace(one, launches=61), step])
+    assert len(set(specs.values())) == 2 and specs[step].schedule == "step"
+    assert (step.flop, step.num_bytes) == (61 * one.shape.flop, 61 * one.shape.num_bytes(2))
+    assert rates(step, 61 * 32.0, H200)["limit_share"] == pytest.approx(rates(one, 32.0, H200)["limit_share"])
 
 
 def test_cases_of_a_model_share_a_plan():

@@ -830,6 +830,18 @@ def check_registers(before, after):
     np.testing.assert_array_equal(after["out"], [1] * 128 + [2] * 256)
 
 
+def trap(args):
+    """Where it is not met it does nothing; where it is, nothing is left to look at."""
+    i = cuda.threadIdx.x
+    if args.x[i] > args.limit[0]:
+        ptx.trap()
+    args.out[i] = args.x[i] + 1
+
+
+def check_trap(before, after):
+    np.testing.assert_array_equal(after["out"], before["x"] + 1)
+
+
 LDMATRIX = {f"ldmatrix.sync.aligned.m8n8.x{n}{t}.shared.b16": 1 for n in (1, 2, 4) for t in ("", ".trans")}
 RING_BYTES = STAGES * (512 + 16)
 
@@ -991,5 +1003,16 @@ CASES = [
         {"setmaxnreg.inc.sync.aligned.u32 184": 1, "setmaxnreg.dec.sync.aligned.u32 160": 1},
         min_cc=(9, 0),
         threads=384,
+    ),
+    Case(
+        "trap",
+        trap,
+        lambda rng: {
+            "x": np.arange(32, dtype=np.int32),
+            "limit": np.full(1, 31, np.int32),
+            "out": np.zeros(32, np.int32),
+        },
+        check_trap,
+        {"trap;": 1},
     ),
 ]
