@@ -4,6 +4,7 @@
 
 Link-time optimization is not for speed here, as there is one body and no library: but it is the only input that
 nvJitLink assembles as a whole program.  PTX becomes a part of a program, in which ``setmaxnreg`` is ignored.
+nvJitLink's own cache is off: what it finds there comes without a report.
 
 Numba compiles for the device it finds.  Here the target is an argument: ``cc`` goes through every step, and
 ``numba.cuda.dispatcher.get_current_device``, which device functions consult even when ``cc`` is given, is answered

@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from nbverify.kernels.geometry import Geometry
 from nbverify.kernels.tiles import FRAG_ROWS, MmaGeometry
 from nbverify.spec import VerifySpec
 from nbverify.tile_counts import SM_QUARTERS, counts_of
@@ -171,24 +170,42 @@ def limit_us(spec: VerifySpec, batch: Batch, chip: Chip) -> float:
     return max(num_bytes / (1e3 * chip.read_gb_s), flop / (1e6 * chip.mma_tflop_s))
 
 
-def shares(spec: VerifySpec, tiles: Geometry, batch: Batch, grid: int) -> Iterator[list[tuple[int, int, bool]]]:
+def shares(spec: VerifySpec, tiles: MmaGeometry, batch: Batch, grid: int) -> Iterator[list[tuple[int, int, bool]]]:
     """For each block that has work, its segments: (row fragments with rows, tiles of keys, is the whole row unit).
 
-    The cuts of kernels/schedule.py: key tiles of all row units in one line, cut evenly.
+    The cuts of kernels/schedule.py: key tiles of all row units in one line, start items before those of each unit, cut
+    evenly among the blocks that do not idle.
     """
     head_rows = batch.nodes * spec.group
     unit_tiles = -(-(batch.prefix + batch.nodes) // tiles.keys_per_tile)
     row_tiles = -(-head_rows // tiles.rows_per_tile)
-    num_items = batch.requests * spec.num_kv_heads * row_tiles * unit_tiles
-    blocks = min(grid, num_items)
+    units = batch.requests * spec.num_kv_heads * row_tiles
+    start_items = max(0, min(tiles.segment_cost, units * unit_tiles // grid - 1))
+    num_items = units * (unit_tiles + start_items)
+    blocks = _active_blocks(num_items, grid, tiles.split_cost)
     for block in range(blocks):
         position, end = block * num_items // blocks, (block + 1) * num_items // blocks
         segments = []
-        while position < end:
-            unit, first = divmod(position, unit_tiles)
+        while end > position:
+            unit, item = divmod(position, unit_tiles + start_items)
+            position += max(0, start_items - item)
+            first = max(0, item - start_items)
             count = min(end - position, unit_tiles - first)
+            if count <= 0:  # no tile of the next unit is left in the share
+                break
             row_tile = unit // spec.num_kv_heads % row_tiles  # the KV head varies fastest
             rows = min(tiles.rows_per_tile, head_rows - row_tile * tiles.rows_per_tile)
             segments.append((-(-rows // FRAG_ROWS), count, count == unit_tiles))
             position += count
         yield segments
+
+
+def _active_blocks(num_items: int, grid: int, split_cost: int) -> int:
+    """As in kernels/schedule.py."""
+    blocks = min(grid, num_items)
+    if num_items < blocks**2 // 1024 * split_cost:
+        each = 1
+        while each * (each + 1) * 1024 < num_items * split_cost:
+            each += 1
+        blocks = min(blocks, -(-num_items // each))
+    return blocks

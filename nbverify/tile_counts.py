@@ -39,13 +39,18 @@ class TileCounts:
 
 
 def score_ldmatrix(tiles: MmaGeometry) -> int:
-    """ldmatrix of a warp for the scores of a tile: 16 keys x 16 columns each."""
-    return tiles.query_steps * (tiles.key_frags // 2)
+    """ldmatrix of a warp for the scores of a tile: 16 keys x 16 columns each, for all the fragments that it shares."""
+    return tiles.part_steps * (tiles.key_frags // 2)
 
 
 def value_ldmatrix(tiles: MmaGeometry) -> int:
     """ldmatrix of a warp for the output of a tile: 16 keys x 16 columns each, for all its row fragments."""
     return tiles.team_keys // FRAG_KEYS * (tiles.value_frags // 2)
+
+
+def exchange_bytes(tiles: MmaGeometry) -> int:
+    """Sums over its part of the columns that a score warp writes for the others of its fragments."""
+    return (tiles.column_parts - 1) * tiles.key_frags * FRAGMENT_BYTES
 
 
 def weight_loads(tiles: MmaGeometry) -> int:
@@ -56,18 +61,20 @@ def weight_loads(tiles: MmaGeometry) -> int:
 def counts_of(tiles: MmaGeometry, frags: int | None = None) -> TileCounts:
     """A tile that every row sees.  ``frags``: row fragments that have rows, less in the last row tile of a request.
 
-    A warp whose fragment has no rows multiplies nothing; value warps multiply all fragments.
+    A warp whose fragments, its own and those that it shares, have no rows multiplies nothing; value warps multiply all.
     """
     most = tiles.row_frags * tiles.row_teams
     frags = most if frags is None else min(frags, most)
-    mma, ldmatrix, rest_loads = [0] * SM_QUARTERS, 0, 0
+    mma, ldmatrix, rest_loads, exchanged = [0] * SM_QUARTERS, 0, 0, 0
     for warp in range(tiles.warps):
         is_value_warp = tiles.has_roles and warp >= tiles.row_frags
-        fragment = warp if tiles.has_roles else warp % tiles.row_teams
+        parts = tiles.column_parts
+        fragment = warp // parts * parts if tiles.has_roles else warp % tiles.row_teams  # the first of its own
         if not is_value_warp and fragment < frags:
             mma[warp % SM_QUARTERS] += tiles.score_mma
             ldmatrix += score_ldmatrix(tiles)
             rest_loads += tiles.query_rest
+            exchanged += exchange_bytes(tiles)
         if is_value_warp or (not tiles.has_roles and fragment < frags):
             mma[warp % SM_QUARTERS] += tiles.value_mma
             ldmatrix += value_ldmatrix(tiles)
@@ -76,15 +83,17 @@ def counts_of(tiles: MmaGeometry, frags: int | None = None) -> TileCounts:
     arriving_bytes = pool_bytes * (4 if tiles.raw_stages else 1)
     # With roles P is written once and read by every value warp.
     weights = tiles.weights_bytes * (1 + tiles.value_warps)
-    shared_bytes = ldmatrix * LDMATRIX_BYTES + rest_loads * FRAGMENT_BYTES + arriving_bytes + weights
+    # Sums of column parts are written once and read once.
+    read_bytes = ldmatrix * LDMATRIX_BYTES + rest_loads * FRAGMENT_BYTES
+    shared_bytes = read_bytes + arriving_bytes + weights + 2 * exchanged
     return TileCounts(sum(mma), max(mma), ldmatrix, shared_bytes, pool_bytes)
 
 
 def wasted_mma(tiles: MmaGeometry, rows: int) -> float:
     """Share of the mma rows that no query row needs, where ``rows`` query rows (nodes x heads of a group) share keys.
 
-    Of all mma of the rows' tiles for a tile of keys, scores and outputs: what rounding up to fragments of 16 rows, and
-    for value warps to whole row tiles, makes of them.
+    Of all mma of the rows' tiles for a tile of keys, scores and outputs: what rounding up to fragments of 16 rows, to
+    all of those that warps share, and for value warps to whole row tiles, makes of them.
     """
     full, left = divmod(rows, tiles.rows_per_tile)
     issued = full * counts_of(tiles).mma
@@ -93,15 +102,16 @@ def wasted_mma(tiles: MmaGeometry, rows: int) -> float:
     return 1 - rows / tiles.rows_per_tile * counts_of(tiles).mma / issued
 
 
-def ptx_counts(tiles: MmaGeometry) -> tuple[int, int]:
+def ptx_counts(tiles: MmaGeometry, *, always_checked: bool = False) -> tuple[int, int]:
     """(mma, ldmatrix) in the PTX of the kernel that walks keys.
 
-    The scores stand once, and before them the queries of a segment, which pass through the ring.  With roles the
-    output stands once too: for checked tiles values are cleaned in place.  With teams it stands twice, for tiles that
-    every row sees and for checked ones, also where every tile is checked.  With V apart these may also have to add
-    values that are not finite: two more mma where there is one.
+    The scores stand once, and before them the queries of a segment, which pass through the ring: all of a fragment's
+    columns, or of as many fragments a part.  With roles the output stands once too: for checked tiles values are
+    cleaned in place.  With teams it stands twice, for tiles that every row sees and for checked ones; once where every
+    tile is checked (``always_checked``).  With V apart these may also have to add values that are not finite: two more
+    mma where there is one.
     """
-    copies = 1 if tiles.has_roles else 2
+    copies = 1 if tiles.has_roles or always_checked else 2
     repairs = 2 if tiles.separate_v and not tiles.has_roles else 0
     mma = tiles.score_mma + (copies + repairs) * tiles.value_mma
     return mma, tiles.query_steps + score_ldmatrix(tiles) + copies * value_ldmatrix(tiles)

@@ -65,7 +65,7 @@ FIRST_TWO, LAST_TWO = 0x4140, 0x4342  # bytes of a word into the low bytes of tw
 
 
 def make_widen_e4m3x4(dtype):
-    """``widen_e4m3x4(four) -> pair, pair``: four e4m3 bytes as 16-bit numbers, exactly; NaN is 0x7FFF."""
+    """``widen_e4m3x4(four) -> pair, pair``: four e4m3 bytes as 16-bit numbers, exactly; NaN is 0x7FFF or 0xFFFF."""
     move, magnitudes, gaps = MOVES[dtype], MAGNITUDES[dtype], GAPS[dtype]
     multiply = ptx.multiply_bf16x2 if dtype == "bfloat16" else ptx.multiply_f16x2
 

@@ -60,6 +60,14 @@ class Geometry(Protocol):
         """Warps of a block."""
 
     @property
+    def split_cost(self) -> int:
+        """What each partial state of a row unit costs the launch, in 1/1024 of what a tile costs a block."""
+
+    @property
+    def segment_cost(self) -> int:
+        """How many tiles a block could walk in the time that it takes to begin and end a segment."""
+
+    @property
     def table_offset(self) -> int:
         """Where the work table starts in shared memory, in 4-byte words."""
 

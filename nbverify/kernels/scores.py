@@ -1,7 +1,12 @@
 """Scores of a tile: S = Q K^T on tensor cores.
 
-A warp holds the queries of a row fragment as mma operands and reads the keys from shared memory, 16 keys x 16 columns
-an ldmatrix.
+A warp holds its queries as mma operands, in registers as far as these reach, else in shared memory, and reads the keys
+from shared memory, 16 keys x 16 columns an ldmatrix.
+
+Column parts   What limits a tile is shared memory: each key row is read once for every 16 query rows, since a warp has
+               room for the queries of one row fragment.  So two score warps (or three) share their two fragments: each
+               keeps half of the columns of both and reads half of each key.  The products are then sums over half of
+               the columns; each warp sends the other what is the other's, and adds what it gets.
 
 Layout of scores in a lane: ``s[(r * key_frags + j) * 2 + i]`` is row ``8 r + g`` of the fragment, key
 ``8 j + 2 t + i``, with g = lane // 4 and t = lane % 4: what mma gives, sorted by row.

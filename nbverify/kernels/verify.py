@@ -21,6 +21,7 @@ from numba import cuda, int32, uint8, uint32
 
 from nbverify.kernels import ptx, step_schedule, walk_roles, walk_teams
 from nbverify.kernels.kv_ring import make_ring
+from nbverify.kernels.rows import LINE_BYTES
 from nbverify.kernels.schedule import make_schedule
 from nbverify.kernels.threads import find_place, uniform
 from nbverify.reduce import grid_sync, two_launch
@@ -49,7 +50,7 @@ def make_split_phase(spec, geometry, schedule):
     @cuda.jit(device=True)
     def split_phase(args, table):
         me = find_place()
-        window = int32(ptx.shared_address(cuda.shared.array(0, uint8, 16), 0))
+        window = int32(ptx.shared_address(cuda.shared.array(0, uint8, LINE_BYTES), 0))  # rows.py relies on it
         shared = uint32(uniform(window))
         init_ring(shared)  # published by the barrier that publishes the first segment
         position, share_end = share(args, table)

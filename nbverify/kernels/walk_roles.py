@@ -1,7 +1,8 @@
 """A block's share walked in two roles: score warps make the weights, value warps the outputs; these also fetch keys.
 
-    score warp w    fragment w of the rows: scores of tile i, and among their products the weights of tile i - 1 (two
-                    chains that do not wait for each other); P, factors and a flag of tile i - 1 to shared memory
+    score warp w    products of tile i, for the fragments and columns that it has a part in (scores.py), and among them
+                    the weights of tile i - 1 for fragment w (two chains that do not wait for each other); P, factors
+                    and a flag of tile i - 1 to shared memory, and to other score warps their parts of the products
     value warp v    columns of its slice, all rows: outputs of tile i - 1, and before them the fetch of a tile to come
 
 Publications   A segment of n tiles has n + 1 of them, numbered downwards: number i brings P of the tile after which i
@@ -9,12 +10,16 @@ Publications   A segment of n tiles has n + 1 of them, numbered downwards: numbe
                in one of two places, by the parity of its number.
 
 Who waits for whom, and why that is enough
+    queries there      named barriers from QUERIES on, once a segment: warps that share fragments read each other's rows
     queries read       QFREE, once a segment: the score warps arrive when their queries have left the ring, value warps
                        wait for it before they fetch into the slots where those lay
     tile there         both roles, on the ring's mbarrier ``full``, before they read the tile           (kv_ring.py)
     READY[parity]      score warps arrive when a publication is written, value warps wait for it
     DONE[parity]       value warps arrive when a publication is read, if there is another in its place (and twice at the
-                       start: both places are free); score warps wait for it before they write to the place
+                       start: both places are free); score warps wait for it before they write to the place.  All of
+                       them come to it in each round, so it is their barrier as well: after it each adds what the
+                       others sent it in the round before, and what was sent two rounds ago, where they now send
+                       again, has been added by all
     tile free          value warps fetch into the slot of tile i - 1 when they have come to READY of tile i: that
                        barrier waits for all of them, so all have read that tile's V, and the score warps had read its K
                        before they published its P

@@ -3,14 +3,14 @@
 The barrier is one counter in the plan's workspace.  Every block adds 1 to it when all its threads have arrived; block 0
 adds 2^31 less the others instead.  So each round adds 2^31 in all: bit 31 flips when the last block has arrived, which
 is what the blocks wait for, and the other bits are 0 again.  Nothing is ever reset, no launch number is needed, and a
-replay of a graph finds the counter as the launch before left it.
+replay of a graph finds the counter as the launch before left it.  A plan makes it 0.
 
 All blocks must be resident at once, or those that wait keep the others out for ever: the launch carries the
 cooperative attribute, and the grid comes from the occupancy query.  Every block comes to the barrier exactly once
 whatever its work: idle blocks skip phase 1, and nothing returns early.
 
-Why not ``cuda.cg.this_grid().sync()``, which does the same: it is an external call, and beside one the assembler
-ignores ``setmaxnreg``, which the walk in roles lives on, and gives every kernel a stack.
+Why not ``cuda.cg.this_grid().sync()``, which does the same: it is an external call, which gives every kernel a stack,
+and whose library must then be found and linked.
 """
 
 from numba import cuda, int32, int64, uint32

@@ -13,8 +13,8 @@ Work      A chunk is (row unit, row, 128 columns): 512 bytes of each of the row'
           are cut into runs, and a run's loads are all on the way before the first is needed.  With few chunks several
           warps, a group, take the runs of one side by side; with many, a warp takes a chunk alone, run after run.  The
           runs' sums pass through shared memory, where one warp of the group adds them up.  Units that were written
-          directly in phase 1 are skipped.  One warp looks the block's first chunks up
-          while another one opens the first segment of phase 1: afterwards that would take time of all.
+          directly in phase 1 are skipped.  One warp looks the block's first chunks up while another one opens the
+          first segment of phase 1: after the walk that would take time of all.
 Traffic   Each partial output is read once, from L2; (m, l) once for each 128 columns.
 Numerics  float32.  A run adds its states in order, and the runs are added in order; where a run ends depends on S
           alone.  So reruns, both reductions, and a group or a warp at work, give the same bits.
