@@ -203,8 +203,10 @@ def make_schedule(spec, geometry):
             table[uint32(b + 1)], table[uint32(num_requests + b + 2)] = work_of(args, b)
             b = int32(b + threads)
         cuda.syncthreads()  # publishes the counts to the scanning warps
-        if thread < 2 * WARP:  # one warp the items, one the units
-            inclusive_scan(table[uint32(thread // WARP * (num_requests + 1)) :], num_requests, int32(thread % WARP))
+        row = int32(thread // WARP)  # one warp the items, one the units; a block of one warp both
+        while row < 2:
+            inclusive_scan(table[uint32(row * (num_requests + 1)) :], num_requests, int32(thread % WARP))
+            row = int32(row + threads // WARP)
         cuda.syncthreads()  # publishes the sums to the block
 
     @cuda.jit(device=True)
