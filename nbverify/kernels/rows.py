@@ -7,20 +7,14 @@ line of 128 bytes, and is done in one access if they stay in one line of the ban
     padded     other widths: 16 bytes after each row.  A line of a row is then cut in two: 10.5 accesses a copy of four
                lines were measured where 4 would do, 16 % of all accesses to shared memory
 
-The pitch says which: padded rows are never whole lines.  Where row 0 lies is a multiple of 128.
+The pitch (``tiles.row_pitch``) says which: padded rows are never whole lines.  Where row 0 lies is a multiple of 128.
 """
 
 from numba import cuda, uint32
 
-LINE_BYTES = 128  # of all banks
-PAD_BYTES = 16
+from nbverify.kernels.tiles import LINE_BYTES, PAD_BYTES
+
 ROWS_OF_MATRIX = 8
-
-
-def row_pitch(width, slice_bytes=LINE_BYTES):
-    """Distance of rows of ``width`` bytes, a multiple of 32, of which each reader takes a slice from its own on."""
-    can_advance = slice_bytes % LINE_BYTES == 0 or LINE_BYTES % slice_bytes == 0
-    return width if width % LINE_BYTES == 0 and can_advance else width + PAD_BYTES
 
 
 def make_swizzle(pitch):

@@ -28,12 +28,13 @@ from nbverify.kernels.geometry import (
     simt_geometry,
     table_bytes,
 )
-from nbverify.kernels.rows import LINE_BYTES, row_pitch
 from nbverify.spec import VerifySpec
 
 FRAG_ROWS = 16  # rows of an mma
 FRAG_KEYS = 16  # keys of an mma of P and V
-LINE_STEPS = LINE_BYTES // 32  # k16 steps of a line of shared memory
+LINE_BYTES = 128  # of all banks of shared memory
+PAD_BYTES = 16  # after each row that is not of whole lines (rows.py)
+LINE_STEPS = LINE_BYTES // 32  # k16 steps of a line
 MAX_WARPS = 8  # 255 registers a thread
 MAX_ROLE_FRAGS = 4  # 64 rows
 MAX_LEAN_WARPS = 12  # 168 registers a thread
@@ -501,6 +502,12 @@ def with_stages(tiles: MmaGeometry, stages: int) -> MmaGeometry:
     if tiles.raw_stages:
         return replace(tiles, raw_stages=stages - MIN_STAGES + MIN_RAW_STAGES)
     return replace(tiles, stages=stages)
+
+
+def row_pitch(width: int, slice_bytes: int = LINE_BYTES) -> int:
+    """Distance of rows of ``width`` bytes, a multiple of 32, of which each reader takes a slice from its own on."""
+    can_advance = slice_bytes % LINE_BYTES == 0 or LINE_BYTES % slice_bytes == 0
+    return width if width % LINE_BYTES == 0 and can_advance else width + PAD_BYTES
 
 
 def run_steps_of(column_parts: int) -> int:

@@ -21,9 +21,9 @@ from numba import cuda, int32, uint8, uint32
 
 from nbverify.kernels import ptx, step_schedule, walk_roles, walk_teams
 from nbverify.kernels.kv_ring import make_ring
-from nbverify.kernels.rows import LINE_BYTES
 from nbverify.kernels.schedule import make_schedule
 from nbverify.kernels.threads import find_place, uniform
+from nbverify.kernels.tiles import LINE_BYTES
 from nbverify.reduce import grid_sync, two_launch
 from nbverify.reduce.merge import make_merge
 

@@ -273,31 +273,20 @@ def test_who_launches_says_what_is_cooperative(cooperative):
     assert kernel.cooperative is cooperative
 
 
-IGNORED = "'setmaxnreg' ignored"  # in the assembler's words
-# MLA whose 64 rows have four score warps and eight value warps, narrow so that it compiles soon.
-SHIFTING = nv.VerifySpec.mla(8, head_dim_qk=272, head_dim_v=128, kernel="mma", **{**LIMITS, "max_nodes": 8})
+def test_what_is_linked_again_has_a_report_again(monkeypatch):
+    """nvJitLink can keep what it has linked, and then has nothing to say about it."""
+    link, codes, target = compile._link, [], target_of("8.0")
 
+    def keep_code(code, *given):
+        codes.append(code)
+        return link(code, *given)
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("cc", [pytest.param("9.0", marks=pytest.mark.slow), "12.0"])
-def test_a_walk_in_roles_shifts_its_registers(monkeypatch, cc):
-    """In the whole kernel, with barrier and merge: no external call is left, for which they would be ignored."""
-    link, logs = compile._link, []
-
-    def keep_log(*given):
-        made, log = link(*given)
-        logs.append(log)
-        return made, log
-
-    monkeypatch.setattr(compile, "_link", keep_log)
-    target = target_of(cc)
-    assert geometry_for(SHIFTING, target.cc[:2]).shifts_registers
-    (kernel,) = compile_for(SHIFTING, target)
-    shifts = [count for opcode, count in kernel.resources.instructions.items() if opcode.startswith("setmaxnreg")]
-    assert sum(shifts) == 4
-    assert kernel.resources.registers == 168
-    assert logs and not any(IGNORED in log for log in logs)
-    assert not re.search(r"^\s*call", kernel.ptx, re.M)
+    monkeypatch.setattr(compile, "_link", keep_code)
+    kernel = compile_body(tiny, contract.parameters(SPECS["mla"]), target, launch_bounds=(32, 1), cooperative=False)
+    for _ in range(2):
+        _, log = link(codes[0], target, "cubin")
+        assert compile._resources(kernel.entry, log, kernel.ptx.replace(kernel.name, kernel.entry)) == kernel.resources
+    assert kernel.resources.registers > 0
 
 
 PTX_LINES = """.visible .entry nbverify_k(

@@ -42,7 +42,7 @@ LEGACY = 1  # CU_STREAM_LEGACY
 LAUNCHES = 1000
 REPLAYS = 10_000
 DEFAULT_SHARED_BYTES = 49_152  # what a block gets without opting in
-BYTES_PER_REQUEST = 16  # of the work table in shared memory
+BYTES_PER_REQUEST = 8  # of the work table in shared memory
 
 
 def small_batch(spec, seed=40):
@@ -84,8 +84,8 @@ def test_the_grid_is_what_can_be_resident(dev, spec):
 
 @on_each_kernel(BALANCED)
 def test_occupancy_is_asked_with_the_shared_memory_of_the_launch(dev, spec):
-    """The work table of 8000 requests takes 128 KB: one block an SM, where a small one may leave room for two."""
-    many = replace(spec, max_requests=8000, max_kv_len=64)
+    """The work table of 16,000 requests takes 128 KB: one block an SM, where a small one may leave room for two."""
+    many = replace(spec, max_requests=16_000, max_kv_len=64)
     few = dev.plan(spec).report().blocks_per_sm
     assert dev.plan(many).report().blocks_per_sm == 1
     assert few > 1 or spec.kernel == "mma", "mma: registers may allow one block only"

@@ -42,17 +42,17 @@ def spec_of(dims, heads=8, **options):
 def shared_bytes_by_hand(spec):
     """16 query rows, 32 keys, their weights, states and float32 outputs, and the work table: bytes, written out.
 
-    The merge has the place of the tiles: for each group of two warps 12 runs of 128 columns, and of (m, l) that take a
-    place of 16 bytes.
+    The merge has the place of the tiles: for each of four warps 12 runs of 128 columns, and of (m, l) that take a place
+    of 16 bytes.  Behind both lie the chunks, 8 int64 a warp.
     """
     rows, keys = 16, 32
     q = rows * 2 * spec.head_dim_qk
     k = keys * (2 * spec.head_dim_qk + 4)  # a word of padding; fp8 is widened on the way in
     v = 0 if spec.shared_kv else keys * 2 * spec.head_dim_v
     weights, states, out = 4 * rows * keys, 4 * rows * 2, 4 * rows * spec.head_dim_v
-    merge = 2 * 12 * 4 * (128 + 4)
+    merge, chunks = 4 * 12 * 4 * (128 + 4), 4 * 8 * 8
     table = 2 * 4 * (spec.max_requests + 1)
-    return up_to_16(max(q + k + v + weights + states + out, merge)) + up_to_16(table)
+    return up_to_16(max(q + k + v + weights + states + out, merge)) + chunks + up_to_16(table)
 
 
 def up_to_16(num_bytes):
@@ -100,12 +100,13 @@ def test_shared_arrays_do_not_overlap(dims):
         (g.weights_offset, 16 * 32),
         (g.states_offset, 16 * 2),
         (g.o_offset, 16 * spec.head_dim_v),
+        (g.table_offset - 4 * 16, 4 * 16),  # chunks: 8 int64 a warp
         (g.table_offset, 0),
     ]
     for (begin, size), (following, _) in itertools.pairwise(ends):
         assert begin + size <= following
     assert g.table_offset % 4 == 0, "the merge's scratch, and after it the table, are 16-byte aligned"
-    assert 4 * g.table_offset >= geometry.merge_scratch_bytes(g.warps)
+    assert 4 * g.table_offset >= geometry.merge_scratch_bytes(g.warps) + geometry.chunk_bytes(g.warps)
     assert g.k_stride % 2 == 1 or spec.head_dim_qk % 4, "an odd stride has no bank conflicts"
 
 

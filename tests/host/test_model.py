@@ -1,6 +1,7 @@
 """Counts of a tile, the model of a launch's time, and the report made of both: without a compiler, without a GPU."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -41,8 +42,9 @@ def test_a_tile_has_the_products_that_its_shape_needs(configuration):
 
 @pytest.mark.parametrize("configuration", ALL)
 def test_a_tile_reads_each_operand_from_shared_memory_once_a_warp(configuration):
-    """K once a score warp with its queries' rest, V's columns once a value warp; P goes through with roles.
+    """K once for the score warps that share fragments, each with its queries' rest, V's columns once a value warp.
 
+    With roles P goes through, and so do the sums that warps with shared fragments exchange: all but their own.
     An fp8 tile goes through twice more: read as it came, and written as 16-bit numbers.
     """
     tiles = configuration.tiles
@@ -51,7 +53,9 @@ def test_a_tile_reads_each_operand_from_shared_memory_once_a_warp(configuration)
     rest_bytes = 16 * 32 * tiles.query_rest
     if tiles.has_roles:
         p_bytes = 2 * tiles.rows_per_tile * tiles.keys_per_tile
-        through = tiles.row_frags * (k_bytes + rest_bytes) + v_bytes + p_bytes * (1 + tiles.value_warps)
+        through = tiles.row_frags * (k_bytes // tiles.column_parts + rest_bytes) + v_bytes
+        through += p_bytes * (1 + tiles.value_warps)
+        through += 2 * 4 * tiles.rows_per_tile * tiles.keys_per_tile * (tiles.column_parts - 1)
     else:
         through = tiles.warps * (k_bytes + v_bytes + rest_bytes)
     fill = tiles.keys_per_tile * (tiles.k_row_bytes + tiles.v_row_bytes)
@@ -62,34 +66,45 @@ def test_a_tile_reads_each_operand_from_shared_memory_once_a_warp(configuration)
 
 @pytest.mark.parametrize("configuration", ALL)
 def test_fragments_without_rows_multiply_no_scores(configuration):
+    """But for those that share warps with one that has rows."""
     tiles = configuration.tiles
-    most = tiles.rows_per_tile // 16
+    most, shared = tiles.rows_per_tile // 16, tiles.column_parts
     one, full = counts_of(tiles, 1), counts_of(tiles, most)
     assert full == counts_of(tiles) == counts_of(tiles, most + 1)
     a_fragment = tiles.score_mma if tiles.has_roles else tiles.key_teams * (tiles.score_mma + tiles.value_mma)
-    assert full.mma - one.mma == (most - 1) * a_fragment
+    for frags in range(1, most + 1):
+        assert full.mma - counts_of(tiles, frags).mma == (most - -(-frags // shared) * shared) * a_fragment
+    if tiles.has_roles:
+        of_a_warp = tiles.team_keys * 2 * tiles.head_dim_qk // shared + 512 * tiles.query_rest
+        of_a_warp += 2 * (shared - 1) * 4 * 16 * tiles.team_keys  # exchanged
+        assert full.shared_bytes - one.shared_bytes == (most - shared) * of_a_warp
 
 
 def test_ptx_counts():
-    """Queries, scores, and output: once with roles, twice with teams and there with repairs where V is apart."""
+    """Queries, scores, and output: once with roles, twice with teams and there with repairs where V is apart.
+
+    A score warp of two that share fragments: half of the 36 steps, 16 keys x 16 columns at once.
+    """
     limits = limits_of((12, 0))
     tiles = choose_tiles(SPECS["mla"]["mla-33"], limits)
-    assert tiles.has_roles and ptx_counts(tiles) == (
-        tiles.score_mma + tiles.value_mma, 36 + score_ldmatrix(tiles) + value_ldmatrix(tiles),
-    )  # fmt: skip
+    assert tiles.has_roles and (tiles.column_parts, tiles.team_keys, score_ldmatrix(tiles)) == (2, 16, 18)
+    once = tiles.score_mma + tiles.value_mma, 36 + score_ldmatrix(tiles) + value_ldmatrix(tiles)
+    assert ptx_counts(tiles) == ptx_counts(tiles, always_checked=True) == once
     tiles = choose_tiles(SPECS["gqa128"]["gqa128-33"], limits)
     ldmatrix = 8 + score_ldmatrix(tiles) + 2 * value_ldmatrix(tiles)
     assert not tiles.has_roles and ptx_counts(tiles) == (tiles.score_mma + 4 * tiles.value_mma, ldmatrix)
+    once = tiles.score_mma + 3 * tiles.value_mma, ldmatrix - value_ldmatrix(tiles)
+    assert ptx_counts(tiles, always_checked=True) == once
     narrow = replace(SPECS["mla"]["mla-33"], head_dim_qk=192, head_dim_v=128)
     tiles = choose_tiles(narrow, limits)
     assert not tiles.has_roles and ptx_counts(tiles)[0] == tiles.score_mma + 2 * tiles.value_mma
 
 
 def test_copies_by_hand():
-    """Kimi on sm_90: 36 query copies, 9 of a key row a lane; 10 steps of queries, 8 fragments of P, flags, cleaning."""
+    """Kimi on sm_90: 36 query copies, 9 of a key row a lane; 20 of queries, 8 fragments of P, flags, cleaning."""
     tiles = choose_tiles(SPECS["mla"]["mla-33"], limits_of((9, 0)))
-    assert (tiles.query_rest, tiles.copy_lanes, tiles.copy_passes) == (10, 8, 1)
-    assert copy_counts(tiles, 2, 1) == {"row copies": 36 + 2 * 9, "16-byte shared loads": 10 + 8 + 2}
+    assert (tiles.query_rest, tiles.copy_lanes, tiles.copy_passes) == (20, 8, 1)
+    assert copy_counts(tiles, 2, 1) == {"row copies": 36 + 2 * 9, "16-byte shared loads": 20 + 8 + 2}
     assert copy_counts(tiles, 5, 1)["row copies"] == 36 + 5 * 9
     # Grouped queries, fp8: a row of K and one of V are 128 bytes; two fetches of two passes, each widens both.
     tiles = choose_tiles(SPECS["gqa128-fp8"]["gqa128-fp8-8"], limits_of((9, 0)))
@@ -116,7 +131,7 @@ cp.async.wait_group 0;
 
 @pytest.mark.parametrize("configuration", ALL)
 def test_rows_that_are_wasted(configuration):
-    """None where tiles are full; else what is left of fragments, and of value warps that multiply all of them."""
+    """None where tiles are full; else what is left of fragments, and what is multiplied for all or for some of them."""
     tiles, full = configuration.tiles, configuration.tiles.rows_per_tile
     assert wasted_mma(tiles, full) == wasted_mma(tiles, 3 * full) == 0
     one = counts_of(tiles, 1).mma / counts_of(tiles).mma
@@ -144,12 +159,27 @@ def test_every_tile_of_every_row_is_walked_once(batch, grid):
     units = batch.requests * 2 * -(-batch.nodes * 4 // tiles.rows_per_tile)
     counts = [sum(count for _, count, _ in block) for block in blocks]
     assert sum(counts) == units * unit_tiles
-    assert len(blocks) <= grid and max(counts) - min(counts) <= 1
+    # Start items stand before the tiles of each unit, fewer than a block's share has tiles; then cut evenly.
+    assert tiles.segment_cost > 1
+    start = max(0, min(tiles.segment_cost, units * unit_tiles // grid - 1))
+    line = ([0] * start + [1] * unit_tiles) * units
+    assert len(blocks) <= min(grid, len(line)) and all(counts)
+    cuts = [k * len(line) // len(blocks) for k in range(len(blocks) + 1)]
+    assert counts == [sum(line[begin:end]) for begin, end in pairwise(cuts)]
     fragments = sum(frags * count for block in blocks for frags, count, _ in block)
     rows, full = batch.nodes * 4, tiles.rows_per_tile
     a_head = sum(-(-min(full, rows - first) // 16) for first in range(0, rows, full))
     assert fragments == batch.requests * 2 * a_head * unit_tiles
     assert all(direct == (count == unit_tiles) for block in blocks for _, count, direct in block)
+
+
+def test_few_tiles_leave_blocks_idle():
+    """As in tests/host/test_schedule.py: one tile a block, and then the merge of that many states, takes longer."""
+    spec, limits = SPECS["mla"]["mla-33"], limits_of((9, 0))
+    tiles = choose_tiles(replace(spec, max_nodes=8), limits)
+    for num_tiles, busy in ((129, 65), (40, 40), (1026, 132)):
+        batch = Batch(1, 8, num_tiles * tiles.keys_per_tile - 8)
+        assert len(list(model.shares(spec, tiles, batch, 132))) == busy
 
 
 def test_units_lie_on_the_line_as_in_the_schedule():
@@ -197,7 +227,7 @@ def test_blocks_on_an_sm_hide_each_others_latency():
     one, two = estimate(), estimate(blocks_per_sm=2)
     assert two.tiles == pytest.approx(one.tiles / 2, abs=1)
     assert two.tensor_us == pytest.approx(2 * one.tensor_us)
-    assert one.walk_us / 2 < two.walk_us < one.walk_us
+    assert one.walk_us / 2 <= two.walk_us < one.walk_us
     many = estimate(blocks_per_sm=8)  # eight at a time leave no latency to hide, only the pipe that all of them need
     assert many.walk_us == pytest.approx(many.tiles * max(many.tensor_us, many.shared_us))
 
@@ -205,10 +235,12 @@ def test_blocks_on_an_sm_hide_each_others_latency():
 def test_what_a_tile_waits_for():
     assert estimate(replace(H200, mma_tflop_s=1.0)).bound == "tensor"
     assert estimate(latency=Latency(1e6, 0.0)).bound == "latency"
-    one = estimate(replace(H200, read_gb_s=100.0))
+    short = Latency(1000, 0.0)  # less than the tile's reads of shared memory
+    one = estimate(replace(H200, read_gb_s=100.0), latency=short)
     chain_us = max(one.tensor_us, one.shared_us) + one.latency_us
     for share, bound in ((1.01, "memory"), (0.99, "shared memory")):  # of what the chain takes
-        assert estimate(replace(H200, read_gb_s=100.0 * one.memory_us / (share * chain_us))).bound == bound
+        chip = replace(H200, read_gb_s=100.0 * one.memory_us / (share * chain_us))
+        assert estimate(chip, latency=short).bound == bound
 
 
 @pytest.mark.parametrize("goal", shapes.MUST, ids=lambda goal: goal.shape.label)

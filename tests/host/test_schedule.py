@@ -275,7 +275,7 @@ def run_schedule(spec, lengths, grid, **sizes):
     small = SimpleNamespace(  # all that a schedule depends on, and fewer threads to fill the table
         rows_per_tile=geometry.rows_per_tile,
         keys_per_tile=geometry.keys_per_tile,
-        threads=2 * WARP,
+        threads=WARP * (1 + grid % 3),
         split_cost=geometry.split_cost,
         segment_cost=geometry.segment_cost,
     )
@@ -534,7 +534,8 @@ def test_more_items_than_int32_counts_are_refused(kernel, split):
     for kv_len in (2**31 - 1, 2**30, 1_000_003):
         one = replace(spec, max_requests=1, max_kv_len=kv_len, max_nodes=1)
         geometry = geometry_for(one)
-        each = geo.units_per_request(one, geometry) * ceil_div(kv_len, geometry.keys_per_tile)
+        of_unit = ceil_div(kv_len, geometry.keys_per_tile) + geometry.segment_cost
+        each = geo.units_per_request(one, geometry) * of_unit
         most = INT32_MAX // each
         geo.check_items(replace(one, max_requests=most), geometry)
         with pytest.raises(nv.ArgumentError, match=rf"got {(most + 1) * each:,}: max_requests={most + 1} x "):

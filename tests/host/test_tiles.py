@@ -16,15 +16,7 @@ import nbverify as nv
 from nbverify import presets
 from nbverify.kernels import geometry as geo
 from nbverify.kernels.segments import INDEX_LISTS, RECORD_BYTES
-from nbverify.kernels.tiles import (
-    LAUNCH_REGISTERS,
-    SCORE_REGISTERS,
-    SHARED_BYTES,
-    SHARED_PAD,
-    VALUE_REGISTERS,
-    geometry_of,
-    limits_of,
-)
+from nbverify.kernels.tiles import SHARED_BYTES, column_parts_of, geometry_of, limits_of, row_pitch
 
 CAPABILITIES = ((8, 0), (8, 6), (9, 0), (12, 0))
 BUDGETS = (65_536, 101_376, 232_448)  # B16: an older card, sm_120, sm_90
@@ -55,19 +47,34 @@ def spec_of(dims, heads=1, kv_heads=1, **options):
 
 
 CHUNK = 16  # bytes: of a cp.async, of a row that ldmatrix reads, of a vector access
+LINE = 128  # bytes: of all banks of shared memory
 LANES = 32
 FRAGMENT = 16 * LANES  # bytes of an mma operand of 16 x 16
+
+
+def pitch_by_hand(columns, slice_columns):
+    """Bytes from a row to the next: 16-bit numbers, and 16 bytes more unless rows are whole lines (swizzled).
+
+    A reader's slice is whole lines too then, or they are whole slices.
+    """
+    is_swizzled = columns % 64 == 0 and (slice_columns % 64 == 0 or 64 % slice_columns == 0)
+    return 2 * columns + (0 if is_swizzled else 16)
 
 
 def regions_of(tile):
     """(name, offset, bytes, alignment) of shared memory, by the table in ``MmaGeometry``, sizes written out."""
     keys, rows, roles = tile.keys_per_tile, tile.rows_per_tile, tile.has_roles
     v_width = 0 if tile.shared_kv else tile.head_dim_v
-    ring = tile.stages * keys * (2 * tile.head_dim_qk + SHARED_PAD + (2 * v_width + SHARED_PAD if v_width else 0))
+    v_slice = tile.head_dim_v // max(1, tile.value_warps)  # columns of a warp, in a K row if V is part of it
+    pitches = pitch_by_hand(tile.head_dim_qk, v_slice if tile.shared_kv else 64)
+    pitches += pitch_by_hand(v_width, 64) if v_width else 0
+    ring = tile.stages * keys * pitches
     raw = tile.raw_stages * keys * (tile.head_dim_qk + v_width)
     score_warps = tile.row_frags if roles else tile.warps
     steps_left = tile.head_dim_qk // 16 - tile.query_steps_kept
     slots = tile.raw_stages or tile.stages  # of indices
+    exchanged = tile.row_frags * (tile.column_parts - 1) * (tile.team_keys // 8) * LANES * 4 * 4
+    chunks = 8 * 8 * tile.warps
     return [
         ("ring", 0, ring, CHUNK),
         ("raw", tile.raw_offset, raw, CHUNK),
@@ -75,11 +82,13 @@ def regions_of(tile):
         ("factors", tile.factors_offset, 2 * rows * 4 * roles, 4),
         ("flags", tile.flags_offset, 2 * 4 * 4 * roles, CHUNK),
         ("indices", tile.indices_offset, slots * keys * 4, 4),
+        ("exchange", tile.exchange_offset, 2 * exchanged, CHUNK),
         ("states", tile.states_offset, tile.key_teams * rows * 8 * (tile.key_teams > 1), 4),
         ("finals", tile.finals_offset, rows * 4, 4),
         ("queries", tile.queries_offset, score_warps * steps_left * FRAGMENT, CHUNK),
         ("barriers", tile.barriers_offset, 2 * tile.stages * 8, 8),
         ("segments", tile.segments_offset, 2 * RECORD_BYTES, CHUNK),
+        ("chunks", tile.tile_bytes - chunks, chunks, CHUNK),
         ("table", 4 * tile.table_offset, 0, CHUNK),
     ]
 
@@ -98,6 +107,14 @@ def layout_problems(tile):
     distances |= {"raw slot": tile.raw_slot_bytes, "raw K row": raw_rows[0], "raw V row": raw_rows[1], "raw V": raw_v}
     distances |= {"staging_pitch": tile.staging_pitch, "a record": RECORD_BYTES, "index lists": 8 * INDEX_LISTS}
     found += [f"{name}: {value} is no multiple of {CHUNK}" for name, value in distances.items() if value % CHUNK]
+    # A swizzled row's place in a line says which number it has: its rows begin at a line.
+    starts = {"K": (tile.k_pitch, slot), "V": (tile.v_pitch, slot), "V rows": (tile.v_pitch, tile.v_offset)}
+    starts |= {"queries": (tile.staging_pitch, slot), "a warp's": (tile.staging_pitch, 16 * tile.staging_pitch)}
+    found += [
+        f"{name}: swizzled rows at {place}"
+        for name, (pitch, place) in starts.items()
+        if pitch % LINE == 0 and place % LINE
+    ]
 
     # Rows are fetched in whole passes of a warp, by lanes side by side; all rows of a tile by somebody.
     per_pass = LANES // lanes
@@ -106,7 +123,11 @@ def layout_problems(tile):
         f"{lanes} lanes for rows of {raw_rows} bytes": all(n % (CHUNK * lanes) == 0 for n in raw_rows),
         f"{tile.copy_passes} passes": tile.copied_rows == per_pass * tile.copy_passes,
         f"{tile.copied_rows} rows a warp": tile.copied_rows * tile.fetching_warps >= tile.keys_per_tile,
-        f"{tile.staging_parts} parts of the queries": tile.query_steps % tile.staging_parts == 0,
+        f"{tile.staging_parts} parts of the queries": tile.query_steps % (tile.staging_parts * tile.column_parts) == 0,
+        f"{tile.column_parts} column parts of {tile.row_frags} fragments": tile.row_frags % tile.column_parts == 0,
+        f"{tile.part_steps} steps of a part": tile.part_steps * tile.column_parts == tile.query_steps,
+        f"{tile.part_steps} steps in runs of {tile.run_steps}": tile.part_steps % tile.run_steps == 0,
+        f"{tile.column_parts} column parts without roles": tile.has_roles or tile.column_parts == 1,
         f"{lanes} lanes for {columns} columns": columns % 16 == 0 and 2 * columns % (CHUNK * lanes) == 0,
         f"{columns} columns at a pitch of {tile.staging_pitch}": 2 * columns <= tile.staging_pitch,
         "query rows leave their slot": tile.staging_warps * 16 * tile.staging_pitch <= slot,
@@ -124,10 +145,11 @@ def problems_of(spec, limits):
     """All that is wrong with the tile of a spec, as text."""
     tile = geometry_of(spec, limits)
     need, table = tile.shared_bytes(spec.max_requests), 4 * tile.table_offset
+    merge = tile.warps * 12 * (4 * 128 + 16)  # 12 runs of a warp, each 128 columns and (m, l)
     checks = {
         f"{need} bytes of shared memory, of {limits.shared_bytes}": need <= limits.shared_bytes,
         "bytes of the work table": need - table == geo.table_bytes(spec.max_requests),
-        "no room for the merge": table >= geo.merge_scratch_bytes(tile.warps),
+        "no room for the merge": table - 8 * 8 * tile.warps >= merge == geo.merge_scratch_bytes(tile.warps),
         f"{tile.threads} threads, {tile.warps} warps": tile.threads == 32 * tile.warps and 1 <= tile.warps <= 32,
         f"{tile.rows_per_tile} rows": tile.rows_per_tile % 16 == 0 and tile.rows_per_tile > 0,
         f"{tile.keys_per_tile} keys": tile.keys_per_tile % 16 == 0 and tile.keys_per_tile > 0,
@@ -197,10 +219,66 @@ def test_more_shared_memory_never_serves_less():
 
 
 def test_queries_pass_in_parts_where_the_ring_is_small():
-    """This file and others rely on it: a whole row of all score warps has no room in three slots of 16 keys."""
-    spec = spec_of(SERVED["mla-576-512"], heads=8, max_nodes=8, kv_dtype=FP8)
-    parts = {cc: geometry_for(spec, cc).staging_parts for cc in CAPABILITIES}
-    assert parts == {(8, 0): 3, (8, 6): 1, (9, 0): 1, (12, 0): 3}  # 8.6: has room for fewer rows only
+    """This file and others rely on it: a whole row of four score warps has no room in three slots of 16 keys."""
+    for kv_dtype, small, parts in ((None, (8, 6), 3), (None, (12, 0), 3), (FP8, (8, 0), 3), (FP8, (12, 0), 1)):
+        tile = geometry_for(spec_of(SERVED["mla-576-512"], heads=8, max_nodes=8, kv_dtype=kv_dtype), small)
+        assert (tile.stages, tile.keys_per_tile, tile.staging_parts) == (3, 16, parts)
+        assert tile.row_frags == (4 if parts == 3 else 2), "else there is room for fewer rows only"
+        assert geometry_for(spec_of(SERVED["mla-576-512"], heads=8, max_nodes=8, kv_dtype=kv_dtype)).staging_parts == 1
+
+
+# ------------------------------------------------------------------------------------- rows of shared memory, and parts
+
+
+def parts_of(fragments, head_dim_qk):
+    """``column_parts`` of the tile of so many row fragments."""
+    spec = spec_of((head_dim_qk, 256, True), heads=16, max_nodes=fragments)
+    tile = geometry_for(spec)
+    assert tile.has_roles and tile.row_frags == fragments
+    assert tile.column_parts == column_parts_of(fragments, head_dim_qk // 16)
+    return tile.column_parts
+
+
+def test_score_warps_share_their_fragments():
+    """Two and two of four, three of three; alone where the columns do not divide."""
+    assert [parts_of(fragments, 576) for fragments in (1, 2, 3, 4)] == [1, 2, 3, 2]
+    assert [parts_of(fragments, 544) for fragments in (1, 2, 3, 4)] == [1, 2, 1, 2]  # 34 steps: halves, no thirds
+    assert [parts_of(fragments, 272) for fragments in (1, 2, 3, 4)] == [1, 1, 1, 1]  # 17 steps
+    # Thirds are runs of four steps, a line: 18 steps are three times six, but not whole runs.
+    assert [parts_of(3, columns) for columns in (288, 384, 480, 576)] == [1, 3, 1, 3]
+    assert geometry_for(spec_of(SERVED["128"], heads=8)).column_parts == 1, "teams multiply all columns"
+
+
+def test_every_step_of_the_scores_is_one_part_s():
+    """Parts take turns of ``run_steps``: by the formula of kernels/scores.py, each step once."""
+    for fragments in (1, 2, 3, 4):
+        tile = geometry_for(spec_of(SERVED["mla-576-512"], heads=16, max_nodes=fragments))
+        parts, run = tile.column_parts, tile.run_steps
+        assert run == {1: 1, 2: 1, 3: 4}[parts]
+        steps = [part * run + k // run * parts * run + k % run for part in range(parts) for k in range(tile.part_steps)]
+        assert sorted(steps) == list(range(36))
+        assert tile.exchange_bytes == fragments * (parts - 1) * tile.team_keys // 8 * FRAGMENT
+
+
+def test_rows_of_whole_lines_are_swizzled_and_others_padded():
+    assert [row_pitch(width) for width in (32, 128, 192, 256, 1152, 1184)] == [48, 128, 208, 256, 1152, 1200]
+    # Where a reader's slice is no part of a line and no whole lines: the first chunk of a slice would carry.
+    pitches = [row_pitch(1152, columns) for columns in (32, 64, 96, 128, 192, 256, 384)]
+    assert pitches == [1152, 1152, 1168, 1152, 1168, 1152, 1152]
+
+
+def test_pitches_of_tiles():
+    def pitches(dims):
+        tile = geometry_for(spec_of(dims, heads=8, max_nodes=8))
+        return tile.k_pitch, tile.v_pitch
+
+    assert pitches((576, 512, True)) == (1152, 1152)  # value warps have 64 columns: a line
+    assert pitches((576, 384, True)) == (1168, 1168)  # 48 columns
+    assert pitches((576, 256, True)) == (1152, 1152)  # 32 columns: half a line
+    assert pitches((288, 256, True)) == (592, 592)  # 4.5 lines
+    assert pitches((128, 128, False)) == (256, 256)
+    assert pitches((96, 64, False)) == (208, 128)
+    assert pitches((64, 96, False)) == (128, 208)
 
 
 # --------------------------------------------------------------------------------------------------------------- widths
@@ -349,19 +427,3 @@ def test_capabilities():
     assert [limits_of(cc).can_suspend for cc in ((8, 0), (8, 9), (9, 0), (12, 0))] == [False, False, True, True]
     assert limits_of((9, 9)).shared_bytes == min(SHARED_BYTES.values()), "an unknown one is taken for a small one"
     assert limits_of((9, 0), 50_000).shared_bytes == 50_000
-    shifts = [limits_of(cc).can_shift for cc in ((8, 0), (8, 9), (9, 0), (12, 0))]
-    assert shifts == [False, False, True, True]
-    assert not limits_of((9, 0), specific=False).can_shift, "compiled for sm_90, without the a, it has no setmaxnreg"
-
-
-@each_capability
-def test_registers_are_shifted_where_both_roles_are_whole_groups_of_warps(cc):
-    """And the shares add up to no more than what the block has at launch."""
-    for name, nodes in (("mla-576-512", 8), ("mla-576-512", 1), ("128", 8)):
-        for specific in (True, False):
-            spec = spec_of(SERVED[name], heads=8, max_nodes=nodes)
-            tile = geometry_of(spec, limits_of(cc, specific=specific))
-            assert tile.shifts_registers == (specific and cc >= (9, 0) and (name, nodes) == ("mla-576-512", 8))
-    assert 4 * SCORE_REGISTERS + 8 * VALUE_REGISTERS <= 12 * LAUNCH_REGISTERS
-    assert 32 * 12 * LAUNCH_REGISTERS <= 65_536
-    assert all(n % 8 == 0 and 24 <= n <= 256 for n in (SCORE_REGISTERS, VALUE_REGISTERS, LAUNCH_REGISTERS))

@@ -57,7 +57,7 @@ def test_binds_of_a_plan_share_it(dev):
     assert first.run().bits == second.run().bits
 
     stranger = BoundBatch(dev, first.plan, batch)
-    with pytest.raises(nv.ArgumentError, match=r"^schedule: expected one made with this kv_indptr, int32 \[4\] at 0x"):
+    with pytest.raises(nv.ArgumentError, match=r"^schedule: expected one made with this kv_indptr, int32 \[\d\] at 0x"):
         stranger.bound.launch()
 
 
