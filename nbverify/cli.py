@@ -21,7 +21,7 @@ from nbverify import presets
 from nbverify.configurations import SPECS
 from nbverify.errors import ArgumentError, NbverifyError
 from nbverify.kernels.tiles import geometry_of, limits_of
-from nbverify.spec import DTYPES, KERNELS, KV_DTYPE_FP8, REDUCTIONS, SPLITS, Mask, VerifySpec
+from nbverify.spec import DTYPES, KERNELS, KV_DTYPE_FP8, REDUCTIONS, SCHEDULES, SPLITS, Mask, VerifySpec
 
 if TYPE_CHECKING:
     from nbverify.compile import CompiledKernel
@@ -204,6 +204,7 @@ SPEC_FLAGS: dict[str, type] = {
     "mask": str,
     "split": str,
     "reduction": str,
+    "schedule": str,
     "kernel": str,
 }
 CHOICES: dict[str, Sequence[str]] = {
@@ -212,6 +213,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "mask": [mask.value for mask in Mask],
     "split": SPLITS,
     "reduction": REDUCTIONS,
+    "schedule": SCHEDULES,
     "kernel": KERNELS,
 }
 # What --mla and --gqa start from; sizes beside max_requests do not change the code.

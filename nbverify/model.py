@@ -17,7 +17,7 @@ Memory stands outside of the sum because tiles are fetched some stages ahead; th
 the chain that waits is the chain that uses them.  Of B blocks on an SM one waits while another works: B tiles take
 max(B x memory, B x max(tensor, shared), max(tensor, shared) + latency).
 
-``LATENCY`` holds the only two numbers that are fitted, once, to all shapes of a record of the H200 (``benchmarks.model``).
+``LATENCY`` holds the only two numbers that are fitted, once, to all shapes of a run on an H200 (``benchmarks.model``).
 """
 
 from __future__ import annotations

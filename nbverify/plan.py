@@ -424,6 +424,8 @@ def verify_attention(
     )
     if spec.mask.reads_buffer:
         _check_mask_size(plan, bound._infos)
+    if spec.schedule == "step":
+        bound.schedule(stream)
     bound.launch(stream)
     plan._backend.wait()  # the plan and its workspace end with this call
     return out, lse

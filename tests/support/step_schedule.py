@@ -61,6 +61,26 @@ def test_binds_of_a_plan_share_it(dev):
         stranger.bound.launch()
 
 
+def test_the_one_call_form_makes_its_own(dev):
+    if dev.is_gpu:
+        pytest.skip("the arrays of this test are numpy's")
+    spec = of_step(ragged(dev, SPECS["roles"])).spec
+    q, cache = (
+        np.full((3, spec.num_q_heads, spec.head_dim_qk), 0x3C00, np.uint16),
+        np.full((8, 1, spec.head_dim_qk), 0x3C00, np.uint16),
+    )
+    outs = []
+    for schedule in ("launch", "step"):
+        out, _ = nv.verify_attention(
+            replace(spec, schedule=schedule, mask="causal"), q=q, k_cache=cache, v_cache=None,
+            kv_indptr=np.array([0, 4], np.int32), kv_indices=np.arange(4, dtype=np.int32),
+            qo_indptr=np.array([0, 3], np.int32), out_cache_loc=np.arange(4, 7, dtype=np.int32),
+            out=np.full((3, spec.num_q_heads, spec.head_dim_v), 0xFFFF, np.uint16), device="emulator",
+        )  # fmt: skip
+        outs.append(out)
+    assert (outs[0] == outs[1]).all() and not (outs[0] == 0xFFFF).any()
+
+
 def test_wrong_use_is_refused(dev):
     batch = ragged(dev, SPECS["teams"])
     bound = BoundBatch(dev, dev.plan(of_step(batch).spec, fresh=True), of_step(batch))
