@@ -33,7 +33,7 @@ FORECAST_END = "<!-- python -m benchmarks.model: forecast end -->"
 FORECAST_CHIP = model.CHIPS["12.0"]
 NOTHING_YET = "No record of the chip yet.\n"
 CHIP = model.CHIPS["9.0"]
-BOUND = 0.12  # of any shape of the record: |modelled / measured - 1|
+BOUND = 0.10  # of any shape of the record: |modelled / measured - 1|
 # What --fit looks through.
 TILE_CLOCKS = range(0, 4001, 25)
 FIXED_US = [us / 2 for us in range(0, 121)]

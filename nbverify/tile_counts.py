@@ -48,11 +48,6 @@ def value_ldmatrix(tiles: MmaGeometry) -> int:
     return tiles.team_keys // FRAG_KEYS * (tiles.value_frags // 2)
 
 
-def exchange_bytes(tiles: MmaGeometry) -> int:
-    """Sums over its part of the columns that a score warp writes for the others of its fragments."""
-    return (tiles.column_parts - 1) * tiles.key_frags * FRAGMENT_BYTES
-
-
 def weight_loads(tiles: MmaGeometry) -> int:
     """16-byte loads of a value warp for the weights of a tile; teams keep theirs in registers."""
     return tiles.team_keys // FRAG_KEYS * tiles.row_frags if tiles.has_roles else 0
@@ -74,7 +69,7 @@ def counts_of(tiles: MmaGeometry, frags: int | None = None) -> TileCounts:
             mma[warp % SM_QUARTERS] += tiles.score_mma
             ldmatrix += score_ldmatrix(tiles)
             rest_loads += tiles.query_rest
-            exchanged += exchange_bytes(tiles)
+            exchanged += tiles.exchange_bytes // tiles.row_frags
         if is_value_warp or (not tiles.has_roles and fragment < frags):
             mma[warp % SM_QUARTERS] += tiles.value_mma
             ldmatrix += value_ldmatrix(tiles)
