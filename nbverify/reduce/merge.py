@@ -226,9 +226,11 @@ def make_merge(spec, geometry, schedule):
                 write_chunk(args, chunk, lane, maximum, total, sums)
             first = int32(first + blocks * groups)
             if first < num_chunks:
-                record[0], number = 0, int32(first + group_number)
-                if group_number < groups and number < num_chunks:
-                    find_chunk(args, table, number, record)  # all lanes write the same
+                number = int32(first + group_number)
+                if lane == 0:
+                    record[0] = 0
+                    if group_number < groups and number < num_chunks:
+                        find_chunk(args, table, number, record)
                 # Publishes the record; the runs have been read: those of this chunk may overwrite them.
                 sync_group(share)
 
