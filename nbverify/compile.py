@@ -36,6 +36,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -44,6 +45,9 @@ from nbverify.contract import Parameter
 from nbverify.errors import ArgumentError, CompileError
 from nbverify.kernels.geometry import Geometry, steps
 from nbverify.spec import VerifySpec
+
+if TYPE_CHECKING:
+    from nbverify.stages import Stage
 
 OVERRIDE = "NUMBA_FORCE_CUDA_CC"
 MIN_CC = (8, 0)
@@ -162,6 +166,20 @@ def compile_spec(
     return kernels
 
 
+def compile_stage(stage: Stage, target: Target) -> CompiledKernel:
+    """One kernel of a tree step (stages.py), from the cache or compiled now."""
+    key = (tree_source_hash(), _build_hash(), stage.compile_key, target.name, toolkit_versions())
+    path = cache_directory() / f"{_digest(key)}.json"
+    kernels = _read_cached(path)
+    if kernels is None:
+        with _compile_lock:
+            bounds = (stage.threads, 1)
+            body = stage.make_body()
+            kernels = (compile_body(body, stage.parameters, target, launch_bounds=bounds, cooperative=False),)
+            _write_cached(path, kernels)
+    return kernels[0]
+
+
 def _compile_now(
     spec: VerifySpec, target: Target, geometry: Geometry, debug: bool, progress: Callable[[str], None] | None
 ) -> tuple[CompiledKernel, ...]:
@@ -241,7 +259,7 @@ def _compile_lto(
     for p in parameters:
         scalar = getattr(types, p.dtype)
         fields.append(types.Array(scalar, 1, "C") if p.is_array else scalar)
-    args_type = types.NamedTuple(fields, contract.args_class())
+    args_type = types.NamedTuple(fields, contract.args_class_of(tuple(p.name for p in parameters)))
     with _target_as_device(target):
         try:
             code, _ = cuda.compile(
@@ -346,6 +364,12 @@ def source_hash() -> str:
 
 
 @cache
+def tree_source_hash() -> str:
+    """Hash of the sources of the tree step's kernels: tree/kernels/, and the verify kernels' that they build on."""
+    return _digest((source_hash(), _hash_files([*(Path(__file__).parent / "tree" / "kernels").glob("*.py")])))[:16]
+
+
+@cache
 def _build_hash() -> str:
     """Hash of what else a cubin depends on: how it is built, and constants that kernels import."""
     root = Path(__file__).parent
@@ -380,6 +404,10 @@ def _cache_key(spec: VerifySpec, target: Target, geometry: Geometry, debug: bool
         target.name,
         toolkit_versions(),
     )
+    return _digest(parts)
+
+
+def _digest(parts: tuple) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 

@@ -255,9 +255,15 @@ def parameters(spec: VerifySpec) -> tuple[Parameter, ...]:
 
 @cache
 def args_class() -> type:
-    """``VerifyArgs``: the named tuple that a kernel body receives.  Its fields do not depend on the spec."""
+    """``VerifyArgs``: the named tuple that a verify body receives.  Its fields do not depend on the spec."""
     any_spec = VerifySpec.gqa(1, 1, 16, max_requests=1, max_nodes=1, max_kv_len=1, sm_scale=1.0)
-    return namedtuple("VerifyArgs", [p.name for p in parameters(any_spec)])
+    return args_class_of(tuple(p.name for p in parameters(any_spec)))
+
+
+@cache
+def args_class_of(names: tuple[str, ...]) -> type:
+    """The named tuple with these fields, one class for one table: numba and the emulator compare classes."""
+    return namedtuple("VerifyArgs", names)
 
 
 ARRAY_CELLS = 7  # what numba flattens a 1-D array into: meminfo, parent, nitems, itemsize, data, shape, stride

@@ -6,7 +6,7 @@ import contextvars
 import heapq
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -51,7 +51,17 @@ class Emulator:
     def __repr__(self) -> str:
         return f"Emulator(blocks={self.blocks}, seed={self.seed}, cc={self.cc})"
 
-    def launch(self, body: Any, args: Any, *, grid: int, block: int, shared_bytes: int, name: str) -> None:
+    def launch(
+        self,
+        body: Any,
+        args: Any,
+        *,
+        grid: int,
+        block: int,
+        shared_bytes: int,
+        name: str,
+        memory: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
         """Run ``body(args)`` for ``grid`` blocks of ``block`` threads; return when all have returned.
 
         Parameters
@@ -64,6 +74,8 @@ class Emulator:
             Size of the dynamic shared memory, ``cuda.shared.array(0, dtype)``.
         name
             The kernel's name in messages.
+        memory
+            Further arrays, in C order, that the kernel reaches by their addresses alone (a table of pointers).
 
         Raises
         ------
@@ -83,7 +95,9 @@ class Emulator:
         run = localise(body)
         checked = type(args)._make(_checked(field, value) for field, value in zip(args._fields, args, strict=True))
         with np.errstate(all="ignore"):  # a GPU does not warn
-            Launch(name, run, checked, grid, block, shared_bytes, self.seed).run()
+            launch = Launch(name, run, checked, grid, block, shared_bytes, self.seed)
+            launch.memory = [CheckedArray(one.reshape(-1), key) for key, one in (memory or {}).items()]
+            launch.run()
 
 
 def _checked(field: str, value: Any) -> Any:
@@ -104,6 +118,7 @@ class Launch:
         self.order = Order(seed, grid, block)
         self.garbage = Garbage(seed)
         self.interruptible = seed != 0
+        self.memory: list[CheckedArray] = []  # beside the arguments, reached by address
         self.spins = 0  # since anything else happened
         self.stopped = False
         self.grid_barrier = Barrier("grid.sync", grid * block)

@@ -144,7 +144,8 @@ class LaunchState:
 
     def __init__(self, launch: Any):
         self.memory = Space()
-        arrays = [value for value in launch.args if isinstance(value, CheckedArray) and value.size]
+        given = (*launch.args, *launch.memory)
+        arrays = [value for value in given if isinstance(value, CheckedArray) and value.size]
         self.memory.regions = [Region(array, array.address) for array in arrays]
 
 
