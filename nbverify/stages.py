@@ -240,11 +240,13 @@ class EmulatorRunner:
 Runner = GpuRunner | EmulatorRunner
 
 
-def open_runner(device: int | str | Emulator | None = None) -> Runner:
-    """Where stages run: None is the current GPU, an int an ordinal, "emulator" or an Emulator the CPU.
+def open_runner(device: int | str | Emulator | Runner | None = None) -> Runner:
+    """Where stages run: None is the current GPU, an int an ordinal, "emulator" or an Emulator the CPU; or a runner.
 
     Raises ArgumentError for anything else, DriverError without a GPU.
     """
+    if isinstance(device, (GpuRunner, EmulatorRunner)):
+        return device
     if isinstance(device, Emulator):
         return EmulatorRunner(device)
     if isinstance(device, str) and device == "emulator":
