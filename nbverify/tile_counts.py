@@ -12,9 +12,8 @@ import re
 from dataclasses import dataclass
 
 from nbverify.kernels.geometry import WARP
-from nbverify.kernels.tiles import FRAG_KEYS, FRAG_ROWS, MmaGeometry
+from nbverify.kernels.tiles import FRAG_KEYS, FRAG_ROWS, SM_QUARTERS, MmaGeometry
 
-SM_QUARTERS = 4  # schedulers of an SM, each with its tensor core; warp w of a block is in quarter w % 4
 LDMATRIX_BYTES = WARP * 16  # ldmatrix.x4: four matrices of 8 rows of 16 bytes
 COPY_BYTES = 16  # of a cp.async
 FRAGMENT_BYTES = WARP * 16  # a lane's four registers of an operand, as it is kept in shared memory
@@ -57,31 +56,38 @@ def counts_of(tiles: MmaGeometry, frags: int | None = None) -> TileCounts:
     """A tile that every row sees.  ``frags``: row fragments that have rows, less in the last row tile of a request.
 
     A warp whose fragments, its own and those that it shares, have no rows multiplies nothing; value warps multiply all.
+    Where warps take tiles in turn, this is the mean.
     """
     most = tiles.row_frags * tiles.row_teams
     frags = most if frags is None else min(frags, most)
-    mma, ldmatrix, rest_loads, exchanged = [0] * SM_QUARTERS, 0, 0, 0
+    mma, ldmatrix, rest_loads, exchanged = [0.0] * SM_QUARTERS, 0.0, 0.0, 0
     for warp in range(tiles.warps):
-        is_value_warp = tiles.has_roles and warp >= tiles.row_frags
-        parts = tiles.column_parts
-        fragment = warp // parts * parts if tiles.has_roles else warp % tiles.row_teams  # the first of its own
-        if not is_value_warp and fragment < frags:
-            mma[warp % SM_QUARTERS] += tiles.score_mma
-            ldmatrix += score_ldmatrix(tiles)
-            rest_loads += tiles.query_rest
+        quarter, turns = warp % SM_QUARTERS, 1
+        if tiles.has_roles:
+            is_score_warp, is_value_warp = warp < tiles.row_frags, warp >= tiles.row_frags
+            fragment = warp // tiles.column_parts * tiles.column_parts  # the first of its own
+        else:
+            is_score_warp = is_value_warp = True
+            first_shared = tiles.row_teams - tiles.shared_frags
+            fragment = warp if warp < first_shared else first_shared + (warp - first_shared) % tiles.shared_frags
+            turns = tiles.key_teams if tiles.tail_frags and warp >= first_shared else 1
+        if is_score_warp and fragment < frags:
+            mma[quarter] += tiles.score_mma / turns
+            ldmatrix += score_ldmatrix(tiles) / turns
+            rest_loads += tiles.query_rest / turns
             exchanged += tiles.exchange_bytes // tiles.row_frags
-        if is_value_warp or (not tiles.has_roles and fragment < frags):
-            mma[warp % SM_QUARTERS] += tiles.value_mma
-            ldmatrix += value_ldmatrix(tiles)
+        if is_value_warp and (tiles.has_roles or fragment < frags):
+            mma[quarter] += tiles.value_mma / turns
+            ldmatrix += value_ldmatrix(tiles) / turns
     pool_bytes = tiles.keys_per_tile * (tiles.k_row_bytes + tiles.v_row_bytes)
     # An fp8 tile arrives as it is in the pool, and is read once and written again twice as wide.
     arriving_bytes = pool_bytes * (4 if tiles.raw_stages else 1)
     # With roles P is written once and read by every value warp.
     weights = tiles.weights_bytes * (1 + tiles.value_warps)
     # Sums of column parts are written once and read once.
-    read_bytes = ldmatrix * LDMATRIX_BYTES + rest_loads * FRAGMENT_BYTES
+    read_bytes = round(ldmatrix) * LDMATRIX_BYTES + round(rest_loads) * FRAGMENT_BYTES
     shared_bytes = read_bytes + arriving_bytes + weights + 2 * exchanged
-    return TileCounts(sum(mma), max(mma), ldmatrix, shared_bytes, pool_bytes)
+    return TileCounts(round(sum(mma)), round(max(mma)), round(ldmatrix), shared_bytes, pool_bytes)
 
 
 def wasted_mma(tiles: MmaGeometry, rows: int) -> float:

@@ -1,13 +1,13 @@
 """The ring of key tiles: rows of the pool on their way into shared memory while earlier ones are multiplied.
 
-The fetching warps (all of them, or the value warps) fetch their own rows of every tile.  Tile number i of a block,
-counted over all its segments, lies in slot i % stages, and each slot has two mbarriers:
+The fetching warps (the value warps, or as many teams as there are rows for) fetch their own rows of every tile.  Tile
+number i of a block, counted over all its segments, lies in slot i % stages, and each slot has two mbarriers:
 
     full[slot]    completes when all rows of the tile have landed.  Who waits: every warp, before it reads the tile.
                   One arrival a fetching thread, made by the hardware when that thread's copies are complete.
-    empty[slot]   completes when all fetching warps have released the tile, one arrival each.  Who waits: every fetching
-                  warp, before it fetches the tile that comes into the slot next.  Roles have a named barrier that says
-                  the same (walk_roles.py) and do without.
+    empty[slot]   completes when all warps have released the tile, one arrival each.  Who waits: every fetching warp,
+                  before it fetches the tile that comes into the slot next.  Roles have a named barrier that says the
+                  same (walk_roles.py) and do without.
 
 No row is read before it is there, none is overwritten while anybody may still read it.  No warp waits for itself: the
 tile that its fetch must find released is one that it has released already, and the others can release it, since its
@@ -37,14 +37,12 @@ from typing import NamedTuple
 from numba import cuda, int32, uint32, uint64
 
 from nbverify.kernels import ptx
-from nbverify.kernels.formats import make_widen_e4m3x4
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.kv_tiles import pool_row
-from nbverify.kernels.rows import make_advance, make_swizzle
+from nbverify.kernels.row_copies import CHUNK_BYTES, make_copy_row, make_widen_row
 from nbverify.kernels.segments import INDEX_LISTS, load_segment
 
 BARRIER_BYTES = 8
-CHUNK_BYTES = 16  # of a cp.async
 INDEX_BYTES = 4
 
 
@@ -64,7 +62,12 @@ class Ring(NamedTuple):
 def make_ring(spec, geometry):
     """The ring of a geometry."""
     stages, warps, first_warp = geometry.stages, geometry.fetching_warps, geometry.first_fetching_warp
-    keys_per_tile, copied_rows, passes = geometry.keys_per_tile, geometry.copied_rows, geometry.copy_passes
+    all_warps, keys_per_tile, copied_rows, passes = (
+        geometry.warps,
+        geometry.keys_per_tile,
+        geometry.copied_rows,
+        geometry.copy_passes,
+    )
     lanes = geometry.copy_lanes
     k_steps, v_steps = geometry.k_row_bytes // (CHUNK_BYTES * lanes), geometry.v_row_bytes // (CHUNK_BYTES * lanes)
     k_pitch, v_pitch = geometry.k_pitch, geometry.v_pitch
@@ -82,11 +85,11 @@ def make_ring(spec, geometry):
     k_distance, v_distance = (k_row_bytes, v_row_bytes) if is_fp8 else (k_pitch, v_pitch)  # where rows are copied to
     first_v = raw_v_offset if is_fp8 else v_offset
     copy_k_row, copy_v_row = (
-        _make_copy_row(distance, lanes, steps, has_heads=has_heads)
+        make_copy_row(distance, lanes, steps, has_heads=has_heads)
         for distance, steps in ((k_distance, k_steps), (v_distance, v_steps))
     )
     widen_k_row, widen_v_row = (
-        _make_widen_row(spec.dtype, raw_pitch, pitch, lanes, steps)
+        make_widen_row(spec.dtype, raw_pitch, pitch, lanes, steps)
         for raw_pitch, pitch, steps in ((k_row_bytes, k_pitch, k_steps), (v_row_bytes, v_pitch, v_steps))
     )
 
@@ -96,7 +99,7 @@ def make_ring(spec, geometry):
         if cuda.threadIdx.x == 0:
             for slot in range(stages):
                 ptx.mbarrier_init(shared + full_offset + BARRIER_BYTES * slot, uint32(warps * WARP))
-                ptx.mbarrier_init(shared + empty_offset + BARRIER_BYTES * slot, uint32(warps))
+                ptx.mbarrier_init(shared + empty_offset + BARRIER_BYTES * slot, uint32(all_warps))
 
     @cuda.jit(device=True, forceinline=True)
     def barrier_of(shared, turn, offset):
@@ -267,51 +270,3 @@ def make_ring(spec, geometry):
         return int32(turn - 2)
 
     return Ring(init, find_first_rows, fetch, wait_full, release, tile_address, next_turn, turn_before)
-
-
-def _make_copy_row(pitch, lanes, steps, *, has_heads):
-    """``copy_row(pool, pool_row, row_stride, kv_head, head_stride, target, row, piece)``: begin to copy a row.
-
-    Its pieces of 16 bytes that are this lane's, ``lanes`` lanes side by side.  ``target`` is where row 0 lies.
-    """
-    swizzle, advance = make_swizzle(pitch), make_advance(pitch)
-
-    @cuda.jit(device=True, forceinline=True)
-    def copy_row(pool, pool_row, row_stride, kv_head, head_stride, target, row, piece):
-        ptx.unroll_loops()
-        # 64-bit: it passes 2^31 in a pool of 4 GB.  Opaque: else the stride's bytes are kept over the whole walk.
-        start = ptx.opaque_u64(uint64(pool_row) * uint64(row_stride))
-        if has_heads:
-            start += uint64(kv_head * head_stride)
-        mine = uint32(piece * uint32(CHUNK_BYTES))
-        source = ptx.global_address(pool, start) + uint64(mine)
-        place = uint32(target + uint32(row * pitch) + (mine ^ swizzle(row)))
-        for step in range(steps):
-            at = step * lanes * CHUNK_BYTES
-            ptx.cp_async_16(advance(place, at), source + uint64(at))
-
-    return copy_row
-
-
-def _make_widen_row(dtype, raw_pitch, pitch, lanes, steps):
-    """``widen_row(source, target, row, piece)``: what this lane has copied of a row, to the ring.
-
-    The bound is opaque: unrolled, it takes registers that are not there.
-    """
-    raw_swizzle, swizzle, widen_e4m3x4 = make_swizzle(raw_pitch), make_swizzle(pitch), make_widen_e4m3x4(dtype)
-
-    @cuda.jit(device=True, forceinline=True)
-    def widen_row(source, target, row, piece):
-        raw_row, wide_row = uint32(source + uint32(row * raw_pitch)), uint32(target + uint32(row * pitch))
-        at, end = uint32(piece * uint32(CHUNK_BYTES)), ptx.opaque_u32(uint32(steps * lanes * CHUNK_BYTES))
-        while at < end:
-            x = ptx.load_shared_v4_u32(uint32(raw_row + (at ^ raw_swizzle(row))))
-            wide = uint32(at * uint32(2))
-            a, b = widen_e4m3x4(x[0]), widen_e4m3x4(x[1])
-            ptx.store_shared_v4_u32(uint32(wide_row + (wide ^ swizzle(row))), (a[0], a[1], b[0], b[1]))
-            c, d = widen_e4m3x4(x[2]), widen_e4m3x4(x[3])
-            wide = uint32(wide + uint32(CHUNK_BYTES))
-            ptx.store_shared_v4_u32(uint32(wide_row + (wide ^ swizzle(row))), (c[0], c[1], d[0], d[1]))
-            at = uint32(at + uint32(lanes * CHUNK_BYTES))
-
-    return widen_row

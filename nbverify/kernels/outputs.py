@@ -67,15 +67,20 @@ def make_join_teams(spec, geometry):
     to its own, in the order of the key teams, and finishes the rows.  What is left lies in the ring, which is empty
     then: a block barrier before ``leave``, and one between the two.
     """
-    row_teams, key_teams, rows_per_tile = geometry.row_teams, geometry.key_teams, geometry.rows_per_tile
-    value_frags, states_offset = geometry.value_frags, geometry.states_offset
+    row_teams, key_teams, shared_frags = geometry.row_teams, geometry.key_teams, geometry.shared_frags
+    value_frags, states_offset, first_shared = geometry.value_frags, geometry.states_offset, row_teams - shared_frags
     warp_bytes = value_frags * FRAG_BYTES
     num_weights = ROWS_PER_LANE * key_teams
     write_states = make_write_states(spec, geometry)
 
     @cuda.jit(device=True, forceinline=True)
-    def state_address(shared, team, row):
-        return uint32(shared + uint32(states_offset + (team * rows_per_tile + row) * STATE_BYTES))
+    def warp_of(warp, team):
+        """The warp that shares the fragment of ``warp``, its first one, as team ``team`` > 0."""
+        return int32(row_teams + (team - 1) * shared_frags + (warp - first_shared))
+
+    @cuda.jit(device=True, forceinline=True)
+    def state_address(shared, warp, row):
+        return uint32(shared + uint32(states_offset + (warp * FRAG_ROWS + row) * STATE_BYTES))
 
     @cuda.jit(device=True, forceinline=True)
     def leave(me, shared, maxima, sums, o):
@@ -83,8 +88,8 @@ def make_join_teams(spec, geometry):
         lane, warp = int32(me.lane), int32(me.warp)
         for r in range(ROWS_PER_LANE):
             total = finish_row_sum(sums[r])
-            if lane % LANES_PER_ROW == 0:  # row ``row`` of [key team, row]
-                target = state_address(shared, 0, warp * FRAG_ROWS + 8 * r + lane // LANES_PER_ROW)
+            if lane % LANES_PER_ROW == 0:
+                target = state_address(shared, warp, 8 * r + lane // LANES_PER_ROW)
                 ptx.store_shared_f32(target, maxima[r])
                 ptx.store_shared_f32(target + uint32(4), total)
         target = uint32(shared + uint32((warp - row_teams) * warp_bytes + lane * 16))
@@ -96,28 +101,27 @@ def make_join_teams(spec, geometry):
     def join(me, args, shared, record, maxima, sums, o):
         ptx.unroll_loops()
         lane, warp = int32(me.lane), int32(me.warp)
-        first_row = int32(warp * FRAG_ROWS + lane // LANES_PER_ROW)
         w = cuda.local.array(num_weights, float32)
         for r in range(ROWS_PER_LANE):
-            row = int32(first_row + 8 * r)
+            row = int32(lane // LANES_PER_ROW + 8 * r)
             own_total = finish_row_sum(sums[r])
             highest = maxima[r]
             for team in range(1, key_teams):
-                w[team * ROWS_PER_LANE + r] = ptx.load_shared_f32(state_address(shared, team, row))
+                w[team * ROWS_PER_LANE + r] = ptx.load_shared_f32(state_address(shared, warp_of(warp, team), row))
                 highest = max(highest, w[team * ROWS_PER_LANE + r])
             w[r] = weight(maxima[r], highest)
             total = libdevice.fmul_rn(w[r], own_total)
             for team in range(1, key_teams):
                 w[team * ROWS_PER_LANE + r] = weight(w[team * ROWS_PER_LANE + r], highest)
-                x = ptx.load_shared_f32(state_address(shared, team, row) + uint32(4))
+                x = ptx.load_shared_f32(state_address(shared, warp_of(warp, team), row) + uint32(4))
                 total = cuda.fma(w[team * ROWS_PER_LANE + r], x, total)
             if lane % LANES_PER_ROW == 0:
-                write_states(args, shared, record, row, highest, total)
+                write_states(args, shared, record, int32(warp * FRAG_ROWS + row), highest, total)
         for f in range(value_frags):
             for i in range(4):
                 o[4 * f + i] = libdevice.fmul_rn(o[4 * f + i], w[i // 2])
             for team in range(1, key_teams):
-                source = ((team - 1) * row_teams + warp) * warp_bytes + f * FRAG_BYTES + lane * 16
+                source = (warp_of(warp, team) - row_teams) * warp_bytes + f * FRAG_BYTES + lane * 16
                 x = ptx.load_shared_v4_f32(shared + uint32(source))
                 for i in range(4):
                     o[4 * f + i] = cuda.fma(w[team * ROWS_PER_LANE + i // 2], x[i], o[4 * f + i])

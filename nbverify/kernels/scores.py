@@ -17,15 +17,16 @@ from numba.cuda import libdevice
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
-from nbverify.kernels.kv_ring import CHUNK_BYTES
+from nbverify.kernels.named_barriers import QUERIES
+from nbverify.kernels.row_copies import CHUNK_BYTES
 from nbverify.kernels.rows import make_advance, make_swizzle
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import ZERO
+from nbverify.kernels.team_places import make_find_first_key
 from nbverify.kernels.tiles import FRAG_ROWS
 
 NONE_PENDING = 0
 STEP_BYTES = 32  # of a row: 16 columns
-QUERIES = 6  # first of the named barriers of warps that share fragments (walk_roles.py has those below)
 FRAG_BYTES = 16 * WARP  # four 32-bit registers of each lane
 
 
@@ -164,9 +165,7 @@ def make_multiply_keys(spec, geometry):
     the warp's columns alone (``make_exchange``).
     """
     steps, kept, rest = geometry.part_steps, geometry.query_steps_kept, geometry.query_rest
-    key_frags, team_keys, row_teams, has_roles = (
-        geometry.key_frags, geometry.team_keys, geometry.row_teams, geometry.has_roles,
-    )  # fmt: skip
+    key_frags, has_roles, find_first_key = geometry.key_frags, geometry.has_roles, make_find_first_key(geometry)
     k_pitch, queries_offset, parts = geometry.k_pitch, geometry.queries_offset, geometry.column_parts
     row_stride, key_pairs = 2 * key_frags, key_frags // 2
     step_registers, ahead = step_registers_of(geometry), geometry.steps_ahead
@@ -198,7 +197,7 @@ def make_multiply_keys(spec, geometry):
         if has_roles:
             column = uint32(column + first_column(warp % uint32(parts)))
         else:
-            key = uint32(key + warp // uint32(row_teams) * uint32(team_keys))
+            key = uint32(key + find_first_key(warp))
         keys = uint32(tile + key * uint32(k_pitch) + (column ^ swizzle(key)))
         mine = uint32(shared + warp * uint32(rest * FRAG_BYTES) + lane * uint32(16) + uint32(queries_offset))
         if begin == 0:

@@ -13,7 +13,8 @@ from numba import cuda, int32, int64
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import SEGMENT_FIELDS, WARP
 from nbverify.kernels.indices import load_index
-from nbverify.kernels.schedule import Request, Segment
+from nbverify.kernels.requests import Request
+from nbverify.kernels.schedule import Segment
 
 NEXT_POSITION, SHARE_END, MASK_START = 12, 13, 14
 STEP_START = 15  # step_schedule.py

@@ -2,9 +2,11 @@
 
 Two ways to share a tile among the warps of a block, both in row fragments of 16 query rows:
 
-    teams   (head dims up to 256) every warp does everything for one row fragment and ``team_keys`` keys of each tile:
-            scores, softmax, and all columns of the output.  ``row_teams`` x ``key_teams`` warps; those that share rows
-            take different keys and are merged at the end of a segment.
+    teams   (head dims up to 256) every warp does everything for one row fragment: scores, softmax, and all columns of
+            the output.  Up to four fragments are shared by ``key_teams`` warps each, which take different keys of a
+            tile.  Of more, only the last one or two are (``tail_frags``), where an SM quarter would else have a warp
+            more than the others: their warps take whole tiles in turn.  Warps that share rows are merged at the end of
+            a segment.
     roles   (MLA) a row's 512 output columns do not fit beside its queries, so the work is split by kind:
             ``row_frags`` score warps, one a fragment, keep the queries and make the weights P;
             ``value_warps`` value warps, each with its slice of the columns for all rows, keep the outputs and also
@@ -32,6 +34,8 @@ from nbverify.spec import VerifySpec
 
 FRAG_ROWS = 16  # rows of an mma
 FRAG_KEYS = 16  # keys of an mma of P and V
+SM_QUARTERS = 4  # schedulers of an SM, each with its tensor core; warp w of a block is in quarter w % 4
+TEAM_TILE_KEYS = 64  # of teams, where there is room; MLA has half
 LINE_BYTES = 128  # of all banks of shared memory
 PAD_BYTES = 16  # after each row that is not of whole lines (rows.py)
 LINE_STEPS = LINE_BYTES // 32  # k16 steps of a line
@@ -45,7 +49,7 @@ MIN_RAW_STAGES = 2
 ONE_WARP_MAX_DIM = 256  # accumulators of 16 rows x 256 columns: 128 registers
 TABLE_RESERVE = 1024  # bytes kept free for the work table, so that the tile does not depend on max_requests below 63
 # Registers beside a warp's large arrays: fragments in flight, addresses, row states.  Found by compiling: less spills.
-TEAM_REGISTERS = 64
+TEAM_REGISTERS = 56
 ROLE_REGISTERS = 24  # and the operands of two steps
 WIDEN_REGISTERS = 8  # fp8: a second ring
 
@@ -88,7 +92,7 @@ class MmaGeometry:
         flags       [2, 4]  uint32, one a score warp: some factor is not 1 (roles)
         indices     [index_slots, keys_per_tile]  uint32, pool rows of the tiles to come
         exchange    [2, row_frags, column_parts - 1, key_frags, lanes, 4]  float32, parts of scores
-        states      [key_teams, rows_per_tile, 2]  float32, (m, l) of a team's rows (if there are several key teams)
+        states      [warps, 16, 2]  float32, (m, l) of a warp's rows (if there are several key teams)
         finals      [rows_per_tile]  float32, factors of the rows' outputs
         queries     [score warps, query_rest, lanes, 4]  32-bit pairs: fragments for which there is no register
         barriers    [2 stages]  8 bytes each
@@ -107,6 +111,7 @@ class MmaGeometry:
     row_teams: int  # roles: 1
     key_teams: int  # roles: 1
     team_keys: int
+    tail_frags: int  # teams: of row_teams, the last fragments, which key_teams warps share by tiles; 0: all, by keys
     column_parts: int  # score warps that share their fragments, each with a part of the columns; teams: 1
     cache_bytes: int  # of an element in the pool: 2, or 1 for fp8
     stages: int
@@ -124,17 +129,24 @@ class MmaGeometry:
     @property
     def warps(self) -> int:
         """Warps of a block."""
-        return self.row_frags + self.value_warps if self.has_roles else self.row_teams * self.key_teams
+        if self.has_roles:
+            return self.row_frags + self.value_warps
+        return self.row_teams + (self.key_teams - 1) * self.shared_frags
+
+    @property
+    def shared_frags(self) -> int:
+        """Teams: the last fragments of a tile, those that ``key_teams`` warps share."""
+        return self.tail_frags or self.row_teams
 
     @property
     def first_fetching_warp(self) -> int:
-        """The warps from here on fetch keys."""
-        return self.row_frags if self.has_roles else 0
+        """The warps from here on fetch keys: of teams the last ones, which have less to multiply if any have."""
+        return self.row_frags if self.has_roles else self.warps - self.fetching_warps
 
     @property
     def fetching_warps(self) -> int:
-        """Warps that fetch keys, and release them."""
-        return self.warps - self.first_fetching_warp
+        """Warps that fetch keys: all value warps; of teams as many as there are rows for."""
+        return self.value_warps if self.has_roles else -(-self.keys_per_tile // self.copied_rows)
 
     @property
     def threads(self) -> int:
@@ -149,13 +161,13 @@ class MmaGeometry:
     @property
     def keys_per_tile(self) -> int:
         """Keys of a tile."""
-        return self.key_teams * self.team_keys
+        return self.team_keys * (1 if self.tail_frags else self.key_teams)
 
     @property
     def copied_rows(self) -> int:
         """Rows of a tile that one warp fetches: whole passes."""
-        rows_per_pass = WARP // self.copy_lanes
-        return -(-self.keys_per_tile // (self.fetching_warps * rows_per_pass)) * rows_per_pass
+        rows_per_pass, warps = WARP // self.copy_lanes, self.value_warps or self.warps
+        return -(-self.keys_per_tile // (warps * rows_per_pass)) * rows_per_pass
 
     @property
     def copy_lanes(self) -> int:
@@ -218,7 +230,7 @@ class MmaGeometry:
         """mma instructions of a block for a tile that every row sees."""
         if self.has_roles:
             return self.row_frags * self.score_mma + self.value_warps * self.value_mma
-        return self.warps * (self.score_mma + self.value_mma)
+        return self.row_teams * (self.keys_per_tile // self.team_keys) * (self.score_mma + self.value_mma)
 
     @property
     def split_cost(self) -> int:
@@ -331,7 +343,7 @@ class MmaGeometry:
     @property
     def finals_offset(self) -> int:
         """First byte of the rows' factors."""
-        return self.states_offset + (8 * self.key_teams * self.rows_per_tile if self.key_teams > 1 else 0)
+        return self.states_offset + (8 * self.warps * FRAG_ROWS if self.key_teams > 1 else 0)
 
     @property
     def queries_offset(self) -> int:
@@ -409,7 +421,7 @@ class MmaGeometry:
     @property
     def team_merge_bytes(self) -> int:
         """Of the ring, at the end of a segment: outputs of the teams that share rows, all but the first."""
-        return (self.key_teams - 1) * self.rows_per_tile * self.head_dim_v * 4
+        return (self.key_teams - 1) * self.shared_frags * FRAG_ROWS * self.head_dim_v * 4
 
     def fits(self, shared_bytes: int) -> bool:
         """Whether a block finds room, and the ring is large enough for what passes through it beside keys."""
@@ -436,8 +448,13 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         not fit one tile, tiles of equal height.  Roles stop at 64 rows, whose outputs take half the register file.
         Where shared memory is small: the tallest tiles whose queries have room.
     Keys
-        Teams that the rows leave over take keys of their own: memory latency wants eight warps.  Tiles of 64 keys, and
-        of 32 for MLA, make 16 to 37 KB a step; less where the device's shared memory is small.
+        Tiles of 64 keys, and of 32 for MLA, make 16 to 37 KB a step; less where the device's shared memory is small.
+    Teams
+        Eight warps at least: memory latency wants them.  Those that the rows leave over take keys of their own.  From
+        five fragments on a block has one warp for each, and the slowest SM quarter sets the pace: nine warps would have
+        three in one quarter and two in the others.  So the one or two fragments past a multiple of four are shared by
+        four warps, one in each quarter, which take tiles in turn: 1 x 65 x 32/8 x 128 at 32k in TIME instead of 189 us
+        on an H200.
     Stages
         All that fit.  Two tiles are in use at a time, the others are on their way.  An fp8 tile is on its way in its
         own, smaller slots, and the ring has just what is in use and the tile that is being widened.
@@ -460,28 +477,27 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
     else:
         most = MAX_LEAN_WARPS if spec.head_dim_v // 2 + spec.head_dim_qk // 4 <= 96 else MAX_WARPS
     heights = dict.fromkeys(-(-frags // n) for n in range(-(-frags // most), frags + 1))  # from the tallest down
-    shapes: list[tuple[int, int, int, int, int]] = []
+    shapes: list[dict[str, int]] = []
     for height in heights:
         if has_roles:
-            shapes += [(height, value_warps, 1, 1, keys) for keys in (32, 16)]
-            continue
-        key_teams = max(1, MAX_WARPS // height)
-        widest = 32 if height > MAX_WARPS else 64  # scores of 64 keys: 32 registers
-        while key_teams > 0:
-            keys = [max(FRAG_KEYS, widest // key_teams // n // FRAG_KEYS * FRAG_KEYS) for n in (1, 2, 4)]
-            shapes += [(1, 0, height, key_teams, n) for n in dict.fromkeys(keys)]
-            key_teams //= 2
-    for row_frags, value_warps, row_teams, key_teams, team_keys in shapes:
+            shapes += [_roles(height, value_warps, keys) for keys in (TEAM_TILE_KEYS // 2, FRAG_KEYS)]
+        elif height > SM_QUARTERS:
+            tail = height % SM_QUARTERS if height % SM_QUARTERS <= SM_QUARTERS // 2 else 0
+            teams = SM_QUARTERS // tail if tail else 1
+            shapes += [_teams(height, teams, TEAM_TILE_KEYS // n, tail) for n in (1, 2, 4)]
+        else:
+            teams = MAX_WARPS // height
+            while teams > 0:
+                keys = [max(FRAG_KEYS, TEAM_TILE_KEYS // teams // n // FRAG_KEYS * FRAG_KEYS) for n in (1, 2, 4)]
+                shapes += [_teams(height, teams, n) for n in dict.fromkeys(keys)]
+                teams //= 2
+    for shape in shapes:
         tiles = MmaGeometry(
             head_dim_qk=spec.head_dim_qk,
             head_dim_v=spec.head_dim_v,
             shared_kv=spec.shared_kv,
-            row_frags=row_frags,
-            value_warps=value_warps,
-            row_teams=row_teams,
-            key_teams=key_teams,
-            team_keys=team_keys,
-            column_parts=column_parts_of(row_frags, spec.head_dim_qk // 16) if has_roles else 1,
+            **shape,
+            column_parts=column_parts_of(shape["row_frags"], spec.head_dim_qk // 16) if has_roles else 1,
             cache_bytes=1 if spec.is_fp8 else 2,
             stages=MIN_STAGES,
             raw_stages=MIN_RAW_STAGES if spec.is_fp8 else 0,
@@ -495,6 +511,20 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         if fitting:
             return fitting[-1]
     return tiles  # check_shared_memory says by how much it does not fit
+
+
+def _roles(row_frags: int, value_warps: int, keys: int) -> dict[str, int]:
+    return {
+        "row_frags": row_frags, "value_warps": value_warps,
+        "row_teams": 1, "key_teams": 1, "team_keys": keys, "tail_frags": 0,
+    }  # fmt: skip
+
+
+def _teams(height: int, key_teams: int, keys: int, tail_frags: int = 0) -> dict[str, int]:
+    return {
+        "row_frags": 1, "value_warps": 0,
+        "row_teams": height, "key_teams": key_teams, "team_keys": keys, "tail_frags": tail_frags,
+    }  # fmt: skip
 
 
 def with_stages(tiles: MmaGeometry, stages: int) -> MmaGeometry:
@@ -530,7 +560,8 @@ def column_parts_of(row_frags: int, query_steps: int) -> int:
 
 def query_steps_in_registers(tiles: MmaGeometry) -> int:
     """How many fragments of the queries a warp keeps; the rest it reads from shared memory for each tile."""
-    scores = (1 + tiles.column_parts) * 4 * tiles.key_frags  # of the last tile and, for all its fragments, of this one
+    # Of this tile; with roles also of the last one, and of this one for all fragments that are shared.
+    scores = (1 + tiles.column_parts if tiles.has_roles else 1) * 4 * tiles.key_frags
     outputs = 0 if tiles.has_roles else 4 * tiles.value_frags
     whole_groups = -(-tiles.warps // 4) * 4  # registers are handed out to four warps at a time
     registers = min(255, 65536 // (whole_groups * WARP) // 8 * 8)

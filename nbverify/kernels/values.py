@@ -24,6 +24,7 @@ from nbverify.kernels.geometry import FULL_WARP, WARP
 from nbverify.kernels.rows import make_advance, make_swizzle
 from nbverify.kernels.scores import FRAG_BYTES, make_multiply
 from nbverify.kernels.softmax import ZERO
+from nbverify.kernels.team_places import make_find_first_key
 
 INF = float32(math.inf)
 LOW, HIGH = 0x0000FFFF, 0xFFFF0000
@@ -55,7 +56,7 @@ def make_multiply_values(spec, geometry, *, checked):
     ``p`` are the warp's own weights (teams); with roles they are read from shared memory.
     """
     row_frags, value_frags, key_frags = geometry.row_frags, geometry.value_frags, geometry.key_frags
-    team_keys, row_teams, score_warps = geometry.team_keys, geometry.row_teams, geometry.row_frags
+    team_keys, score_warps, find_first_key = geometry.team_keys, geometry.row_frags, make_find_first_key(geometry)
     v_pitch, weights_offset, weights_bytes = geometry.v_pitch, geometry.weights_offset, geometry.weights_bytes
     has_roles, separate_v = geometry.has_roles, geometry.separate_v
     key_steps, column_pairs, num_registers = team_keys // 16, value_frags // 2, 4 * row_frags
@@ -97,7 +98,7 @@ def make_multiply_values(spec, geometry, *, checked):
         if has_roles:
             column = uint32(column + (warp - uint32(score_warps)) * uint32(value_frags * 16))
         else:
-            key = uint32(key + warp // uint32(row_teams) * uint32(team_keys))
+            key = uint32(key + find_first_key(warp))
         values = uint32(tile + key * uint32(v_pitch) + (column ^ swizzle(key)))
         a, fragments = cuda.local.array(num_registers, uint32), cuda.local.array(num_fragments, uint32)
         for i in range(min(ahead, key_steps * column_pairs)):

@@ -1,15 +1,15 @@
 """A segment walked by teams: every warp makes scores, weights and outputs of its own rows and keys.
 
-Rounds     Round i multiplies the keys of tile i and makes weights and outputs of tile i - 1: two chains that do not
-           wait for each other, so that the tensor cores have work while exponents are taken.  A segment of n tiles
-           takes n + 1 rounds; the first one's weights and the last one's products are empty.
+A tile      Scores, weights, outputs, one after the other: while one warp takes exponents, the others of its SM quarter
+            multiply.
 
 Who waits for whom, and why that is enough
     tile there, tile free     the ring's two mbarriers a slot (kv_ring.py)
     end of the segment        teams that share rows: a block barrier after the last tile (nobody reads the ring any
                               more: outputs may go there), one after outputs and states are written, one after they are
                               read.  Teams that do not: each reads only what it wrote.
-A warp without rows (the last tile of a request) fetches and releases tiles like the others.
+A warp without rows (the last row tile of a request), or whose tile it is not, waits for it and releases it like the
+others.
 All branches around barriers, shuffles and mma are the same for the whole warp.
 """
 
@@ -21,6 +21,7 @@ from nbverify.kernels.outputs import make_finish_rows, make_join_teams, make_wri
 from nbverify.kernels.scores import make_load_queries, make_multiply_keys, step_registers_of
 from nbverify.kernels.segments import NEXT_POSITION, RECORD_BYTES, load_segment, make_open_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
+from nbverify.kernels.team_places import make_find_first_key, make_find_team, make_takes_tile
 from nbverify.kernels.tiles import FRAG_ROWS
 from nbverify.kernels.values import make_multiply_values, make_rescale
 from nbverify.kernels.weights import ROWS_PER_LANE, make_weigh
@@ -49,12 +50,11 @@ def make_walk(spec, geometry, schedule, ring):
 
 def _make_walk_segment(spec, geometry, ring):
     """``walk_segment(me, args, shared, record, turn)``, from turn ``turn`` of the ring; gives its turn then."""
-    stages, v_offset = geometry.stages, geometry.v_offset
-    row_teams, key_teams = geometry.row_teams, geometry.key_teams
+    stages, v_offset, first_fetching_warp = geometry.stages, geometry.v_offset, geometry.first_fetching_warp
+    row_teams, key_teams, shared_frags = geometry.row_teams, geometry.key_teams, geometry.shared_frags
     team_keys, keys_per_tile, key_frags = geometry.team_keys, geometry.keys_per_tile, geometry.key_frags
     query_steps, num_queries = geometry.query_steps, max(1, 4 * geometry.query_steps_kept)
     num_fragments = (geometry.steps_ahead + 1) * step_registers_of(geometry)
-    first_part, second_part = query_steps // 3, 2 * query_steps // 3
     num_scores, num_weights = 4 * key_frags, 2 * key_frags
     num_outputs, group = 4 * geometry.value_frags, spec.group
     before_queries = stages - geometry.staging_slots  # tiles that go to slots where no queries are
@@ -70,6 +70,8 @@ def _make_walk_segment(spec, geometry, ring):
     multiply_checked_values = make_multiply_values(spec, geometry, checked=True)
     finish_rows = make_finish_rows(spec, geometry)
     leave, join = make_join_teams(spec, geometry)
+    find_fragment, _ = make_find_team(geometry)
+    find_first_key, takes_tile = make_find_first_key(geometry), make_takes_tile(geometry)
     write_outputs = make_write_outputs(spec, geometry)
 
     @cuda.jit(device=True, forceinline=True)
@@ -77,7 +79,9 @@ def _make_walk_segment(spec, geometry, ring):
         """Request the queries, by way of the last slots, and the first tiles, as many as there are slots."""
         segment = load_segment(record)
         request_queries(me, args, shared, record, turn, first_row)
-        find_first_rows(me, args, shared, record)
+        fetches = me.warp >= uint32(first_fetching_warp)
+        if fetches:
+            find_first_rows(me, args, shared, record)
         tile = int32(segment.first_tile)
         end = min(int32(tile + stages), int32(segment.end_tile))
         left = int32(before_queries)
@@ -85,7 +89,7 @@ def _make_walk_segment(spec, geometry, ring):
             if left == 0:
                 load_queries(me, args, shared, record, start_of_ring(turn), first_row, queries)
                 cuda.syncthreads()  # all queries have left the ring
-            if tile < end:
+            if tile < end and fetches:
                 fetch(me, args, shared, record, tile, int32(turn ^ 1))
             turn = next_turn(turn)
             left, tile = int32(left - 1), int32(tile + 1)
@@ -99,7 +103,7 @@ def _make_walk_segment(spec, geometry, ring):
     def walk_segment(me, args, shared, record, turn):
         ptx.unroll_loops()
         segment, warp = load_segment(record), int32(me.warp)
-        first_row, first_key = int32(warp % row_teams * FRAG_ROWS), int32(warp // row_teams * team_keys)
+        first_row, first_key = int32(find_fragment(me.warp) * uint32(FRAG_ROWS)), int32(find_first_key(me.warp))
         has_rows = segment.first_row + first_row < segment.request.num_nodes * group
         first_tile, end_tile = int32(segment.first_tile), int32(segment.end_tile)
         # Tiles from here on hide keys of this team from some row, or may do so.
@@ -111,56 +115,38 @@ def _make_walk_segment(spec, geometry, ring):
         queries = cuda.local.array(num_queries, uint32)
         start(me, args, shared, record, turn, first_row, queries)
         fragments = cuda.local.array(num_fragments, uint32)
-        o, own, s = (
-            cuda.local.array(num_outputs, float32),
-            cuda.local.array(num_scores, float32),
-            cuda.local.array(num_scores, float32),
-        )
+        o, s = cuda.local.array(num_outputs, float32), cuda.local.array(num_scores, float32)
         p, factors = cuda.local.array(num_weights, uint32), cuda.local.array(ROWS_PER_LANE, float32)
         maxima, sums = cuda.local.array(ROWS_PER_LANE, float32), cuda.local.array(ROWS_PER_LANE, float32)
         largest, bases = cuda.local.array(ROWS_PER_LANE, float32), cuda.local.array(ROWS_PER_LANE, float32)
         for i in range(num_outputs):
             o[i] = ZERO
-        for i in range(num_scores):
-            own[i] = NEG_INF
         for r in range(ROWS_PER_LANE):
             maxima[r], sums[r] = NEG_INF, ZERO
 
-        tile, last_turn = first_tile, turn
-        while tile <= end_tile:
-            if tile < end_tile:
-                wait_full(shared, turn)
-            if has_rows:
-                keys, checked = tile_address(shared, turn), tile > first_checked
-                if tile > first_tile:
-                    scale(me, args, record, first_row, int32((tile - 1) * keys_per_tile + first_key), checked, own)
-                # In between the products: what takes long, and is needed only later, of the weights.
-                # After the last tile this multiplies what stands in the slot, and nobody looks at the result.
-                multiply_keys(me, shared, keys, queries, fragments, s, 0, first_part)
-                find_largest(own, largest)
-                multiply_keys(me, shared, keys, queries, fragments, s, first_part, second_part)
+        tile = first_tile
+        while tile < end_tile:
+            wait_full(shared, turn)
+            if has_rows and takes_tile(me.warp, int32(tile - first_tile)):
+                keys, checked = tile_address(shared, turn), tile >= first_checked
+                multiply_keys(me, shared, keys, queries, fragments, s, 0, query_steps)
+                scale(me, args, record, first_row, int32(tile * keys_per_tile + first_key), checked, s)
+                find_largest(s, largest)
                 raised = raise_maxima(largest, maxima, sums, factors, bases)
                 for j in range(key_frags):
-                    weigh(own, bases, sums, p, j)
-                multiply_keys(me, shared, keys, queries, fragments, s, second_part, query_steps)
-                for i in range(num_scores):
-                    own[i] = s[i]
+                    weigh(s, bases, sums, p, j)
                 if cuda.any_sync(uint32(FULL_WARP), raised):
                     rescale(o, factors)
-                if tile > first_tile:
-                    values = tile_address(shared, last_turn) + uint32(v_offset)
-                    if always_checked or checked:
-                        multiply_checked_values(me, shared, uint32(0), values, p, o)
-                    else:
-                        multiply_values(me, shared, uint32(0), values, p, o)
-            if tile > first_tile:
-                release(me, shared, last_turn)
-            if tile > first_tile + 1 and tile + (stages - 2) < end_tile:
-                # Into the slot of the tile before the last one, which all warps have left by now.
-                fetch(me, args, shared, record, int32(tile + stages - 2), turn_before(turn_before(turn)))
-            last_turn = turn
-            if tile < end_tile:
-                turn = next_turn(turn)
+                values = keys + uint32(v_offset)
+                if always_checked or checked:
+                    multiply_checked_values(me, shared, uint32(0), values, p, o)
+                else:
+                    multiply_values(me, shared, uint32(0), values, p, o)
+            release(me, shared, turn)
+            if tile > first_tile and tile + (stages - 1) < end_tile and warp >= first_fetching_warp:
+                # Into the slot of the tile before this one, which the other warps will have left soon.
+                fetch(me, args, shared, record, int32(tile + stages - 1), turn_before(turn))
+            turn = next_turn(turn)
             tile = int32(tile + 1)
 
         if key_teams > 1:
@@ -168,7 +154,9 @@ def _make_walk_segment(spec, geometry, ring):
             if warp >= row_teams:
                 leave(me, shared, maxima, sums, o)
             cuda.syncthreads()  # publishes states and outputs to the block
-            if warp < row_teams:
+            if warp < row_teams - shared_frags:
+                finish_rows(me, args, shared, record, maxima, sums)
+            elif warp < row_teams:
                 join(me, args, shared, record, maxima, sums, o)
         else:
             finish_rows(me, args, shared, record, maxima, sums)

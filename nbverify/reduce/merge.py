@@ -36,7 +36,8 @@ from nbverify.kernels.geometry import (
     MERGE_RUNS,
     WARP,
 )
-from nbverify.kernels.schedule import load_request, quotient
+from nbverify.kernels.requests import load_request
+from nbverify.kernels.schedule import quotient
 from nbverify.kernels.softmax import NEG_INF, ZERO, log_sum_exp, warp_max, warp_sum, weight
 
 IN_FLIGHT = 12  # states that a lane requests at once

@@ -57,7 +57,8 @@ def test_a_tile_reads_each_operand_from_shared_memory_once_a_warp(configuration)
         through += p_bytes * (1 + tiles.value_warps)
         through += 2 * 4 * tiles.rows_per_tile * tiles.keys_per_tile * (tiles.column_parts - 1)
     else:
-        through = tiles.warps * (k_bytes + v_bytes + rest_bytes)
+        warps_of_tile = tiles.row_teams * (tiles.keys_per_tile // tiles.team_keys)
+        through = warps_of_tile * (k_bytes + v_bytes + rest_bytes)
     fill = tiles.keys_per_tile * (tiles.k_row_bytes + tiles.v_row_bytes)
     assert counts_of(tiles).pool_bytes == fill
     widened = fill + 2 * fill if tiles.cache_bytes == 1 else 0
@@ -71,7 +72,8 @@ def test_fragments_without_rows_multiply_no_scores(configuration):
     most, shared = tiles.rows_per_tile // 16, tiles.column_parts
     one, full = counts_of(tiles, 1), counts_of(tiles, most)
     assert full == counts_of(tiles) == counts_of(tiles, most + 1)
-    a_fragment = tiles.score_mma if tiles.has_roles else tiles.key_teams * (tiles.score_mma + tiles.value_mma)
+    parts_of_tile = tiles.keys_per_tile // tiles.team_keys
+    a_fragment = tiles.score_mma if tiles.has_roles else parts_of_tile * (tiles.score_mma + tiles.value_mma)
     for frags in range(1, most + 1):
         assert full.mma - counts_of(tiles, frags).mma == (most - -(-frags // shared) * shared) * a_fragment
     if tiles.has_roles:

@@ -83,7 +83,7 @@ def regions_of(tile):
         ("flags", tile.flags_offset, 2 * 4 * 4 * roles, CHUNK),
         ("indices", tile.indices_offset, slots * keys * 4, 4),
         ("exchange", tile.exchange_offset, 2 * exchanged, CHUNK),
-        ("states", tile.states_offset, tile.key_teams * rows * 8 * (tile.key_teams > 1), 4),
+        ("states", tile.states_offset, tile.warps * 16 * 8 * (tile.key_teams > 1), 4),
         ("finals", tile.finals_offset, rows * 4, 4),
         ("queries", tile.queries_offset, score_warps * steps_left * FRAGMENT, CHUNK),
         ("barriers", tile.barriers_offset, 2 * tile.stages * 8, 8),

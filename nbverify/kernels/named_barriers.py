@@ -1,0 +1,5 @@
+"""Numbers of the named barriers of a block with roles; walk_roles.py says who waits at them.  0 is syncthreads."""
+
+READY, DONE = 1, 3  # P is there; P is read: each two, by the parity of a publication
+QFREE = 5  # the queries have left the ring
+QUERIES = 6  # and the numbers after it: warps that share fragments read each other's queries

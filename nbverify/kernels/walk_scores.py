@@ -1,0 +1,154 @@
+"""What a score warp does with a segment.  Who waits for whom is at the head of walk_roles.py."""
+
+from numba import cuda, float32, int32, uint32
+
+from nbverify.kernels import ptx
+from nbverify.kernels.named_barriers import DONE, QFREE, READY
+from nbverify.kernels.outputs import make_finish_rows
+from nbverify.kernels.scores import make_exchange, make_load_queries, make_multiply_keys, step_registers_of
+from nbverify.kernels.segments import load_segment
+from nbverify.kernels.softmax import NEG_INF, ZERO
+from nbverify.kernels.tiles import FRAG_ROWS
+from nbverify.kernels.weights import ONE, ROWS_PER_LANE, make_publish_weights, make_weigh
+
+
+def make_walk_scores(spec, geometry, ring):
+    """``walk_scores(me, args, shared, record, turn)``, from turn ``turn`` of the ring; gives its turn then."""
+    keys_per_tile, threads, key_frags = geometry.keys_per_tile, geometry.threads, geometry.key_frags
+    steps, parts, num_queries = geometry.part_steps, geometry.column_parts, max(1, 4 * geometry.query_steps_kept)
+    num_fragments = (geometry.steps_ahead + 1) * step_registers_of(geometry)
+    # Products before the weights begin, before they are raised, and among the weights of eight keys each.
+    lead = steps // 9
+    raised_at = 2 * lead
+    last_piece = raised_at + key_frags * ((steps - raised_at) // (key_frags + 1))
+    num_scores, num_weights, group = 4 * key_frags, 2 * key_frags, spec.group
+    num_products = parts * num_scores
+    always_checked = spec.score_mod is not None or not spec.prefix_visible
+    wait_full, next_turn, tile_address = ring.wait_full, ring.next_turn, ring.tile_address
+    request_queries, load_queries = make_load_queries(spec, geometry)
+    multiply_keys = make_multiply_keys(spec, geometry)
+    send, add = make_exchange(geometry)
+    scale, find_largest, raise_maxima, weigh = make_weigh(spec, geometry)
+    publish_weights = make_publish_weights(geometry)
+    finish_rows = make_finish_rows(spec, geometry)
+    multiply_and_weigh = _make_multiply_and_weigh(multiply_keys, weigh, raised_at, last_piece, key_frags)
+
+    @cuda.jit(device=True, forceinline=True)
+    def walk_rows(me, args, shared, record, turn):
+        ptx.unroll_loops()
+        segment, first_row = load_segment(record), int32(me.warp) * int32(FRAG_ROWS)
+        first_tile, end_tile = int32(segment.first_tile), int32(segment.end_tile)
+        first_checked = int32(0)  # tiles from here on hide keys from some row, or may do so
+        if not always_checked:
+            first_checked = int32(uint32(segment.request.prefix_len) // uint32(keys_per_tile))
+        queries = cuda.local.array(num_queries, uint32)
+        request_queries(me, args, shared, record, turn, first_row)
+        load_queries(me, args, shared, record, turn, first_row, queries)
+        ptx.barrier_arrive(uint32(QFREE), uint32(threads))
+
+        fragments = cuda.local.array(num_fragments, uint32)
+        own, s = cuda.local.array(num_scores, float32), cuda.local.array(num_products, float32)
+        p, factors = cuda.local.array(num_weights, uint32), cuda.local.array(ROWS_PER_LANE, float32)
+        maxima, sums = cuda.local.array(ROWS_PER_LANE, float32), cuda.local.array(ROWS_PER_LANE, float32)
+        largest, bases = cuda.local.array(ROWS_PER_LANE, float32), cuda.local.array(ROWS_PER_LANE, float32)
+        for i in range(num_scores):
+            own[i] = NEG_INF
+        for r in range(ROWS_PER_LANE):
+            maxima[r], sums[r] = NEG_INF, ZERO
+        tile = first_tile
+        while tile < end_tile:
+            parity = uint32(end_tile - tile) & uint32(1)
+            wait_full(shared, turn)
+            ptx.barrier_sync(uint32(DONE) + parity, uint32(threads))
+            if tile > first_tile:
+                add(me, shared, uint32(parity ^ uint32(1)), own)
+                checked = tile > first_checked
+                scale(me, args, record, first_row, int32((tile - 1) * keys_per_tile), checked, own)
+            # From here to the end of the round there is no branch, so that the assembler may mix the two chains.
+            keys = tile_address(shared, turn)
+            multiply_keys(me, shared, keys, queries, fragments, s, 0, lead)
+            find_largest(own, largest)
+            multiply_keys(me, shared, keys, queries, fragments, s, lead, raised_at)
+            raised = raise_maxima(largest, maxima, sums, factors, bases)
+            multiply_and_weigh(me, shared, keys, queries, fragments, s, own, bases, sums, p)
+            multiply_keys(me, shared, keys, queries, fragments, s, last_piece, steps)
+            publish_weights(me, shared, parity, raised, factors, p)
+            ptx.barrier_arrive(uint32(READY) + parity, uint32(threads))
+            send(me, shared, parity, s)
+            for i in range(num_scores):
+                own[i] = s[i]
+            turn, tile = next_turn(turn), int32(tile + 1)
+
+        ptx.barrier_sync(uint32(DONE), uint32(threads))
+        add(me, shared, uint32(1), own)
+        checked = end_tile > first_checked
+        scale(me, args, record, first_row, int32((end_tile - 1) * keys_per_tile), checked, own)
+        find_largest(own, largest)
+        raised = raise_maxima(largest, maxima, sums, factors, bases)
+        for j in range(key_frags):
+            weigh(own, bases, sums, p, j)
+        publish_weights(me, shared, uint32(0), raised, factors, p)
+        ptx.barrier_arrive(uint32(READY), uint32(threads))
+        finish_rows(me, args, shared, record, maxima, sums)
+        return turn
+
+    @cuda.jit(device=True, forceinline=True)
+    def walk_nothing(me, shared, record, turn):
+        """Fragments without rows, in the last row unit of a request: their P is 0, and the warp meets the barriers."""
+        ptx.unroll_loops()
+        ptx.barrier_arrive(uint32(QFREE), uint32(threads))
+        segment = load_segment(record)
+        p, factors = cuda.local.array(num_weights, uint32), cuda.local.array(ROWS_PER_LANE, float32)
+        for i in range(num_weights):
+            p[i] = uint32(0)
+        for r in range(ROWS_PER_LANE):
+            factors[r] = ONE
+        tiles = int32(int32(segment.end_tile) - int32(segment.first_tile))
+        left = tiles
+        while left >= 0:
+            parity = uint32(left) & uint32(1)
+            ptx.barrier_sync(uint32(DONE) + parity, uint32(threads))
+            if left >= tiles - 1:
+                publish_weights(me, shared, parity, False, factors, p)
+            ptx.barrier_arrive(uint32(READY) + parity, uint32(threads))
+            if left > 0:
+                turn = next_turn(turn)
+            left = int32(left - 1)
+        return turn
+
+    @cuda.jit(device=True, forceinline=True)
+    def walk_scores(me, args, shared, record, turn):
+        segment = load_segment(record)
+        first_row = int32(me.warp // uint32(parts)) * int32(parts * FRAG_ROWS)  # of the warps that share fragments
+        if segment.first_row + first_row < segment.request.num_nodes * group:
+            return walk_rows(me, args, shared, record, turn)
+        return walk_nothing(me, shared, record, turn)
+
+    return walk_scores
+
+
+def _make_multiply_and_weigh(multiply_keys, weigh, begin, end, pieces):
+    """Steps ``begin`` to ``end`` of the products in pieces, and after each the weights of eight keys.
+
+    A chain of functions, so that the bounds of each piece are constants: numba unrolls no loop of loops like this one.
+    """
+    start = begin + (end - begin) // pieces * (pieces - 1)
+    key_frag = pieces - 1
+    if pieces == 1:
+
+        @cuda.jit(device=True, forceinline=True)
+        def first_piece(me, shared, keys, queries, fragments, s, own, bases, sums, p):
+            multiply_keys(me, shared, keys, queries, fragments, s, start, end)
+            weigh(own, bases, sums, p, key_frag)
+
+        return first_piece
+
+    earlier_pieces = _make_multiply_and_weigh(multiply_keys, weigh, begin, start, pieces - 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def next_piece(me, shared, keys, queries, fragments, s, own, bases, sums, p):
+        earlier_pieces(me, shared, keys, queries, fragments, s, own, bases, sums, p)
+        multiply_keys(me, shared, keys, queries, fragments, s, start, end)
+        weigh(own, bases, sums, p, key_frag)
+
+    return next_piece
