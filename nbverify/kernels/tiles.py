@@ -35,7 +35,8 @@ from nbverify.spec import VerifySpec
 FRAG_ROWS = 16  # rows of an mma
 FRAG_KEYS = 16  # keys of an mma of P and V
 SM_QUARTERS = 4  # schedulers of an SM, each with its tensor core; warp w of a block is in quarter w % 4
-TEAM_TILE_KEYS = 64  # of teams, where there is room; MLA has half
+MAX_TILE_KEYS, MAX_ROLE_TILE_KEYS = 64, 32
+MAX_SLOT_BYTES = 40 * 1024  # of a tile in the ring
 LINE_BYTES = 128  # of all banks of shared memory
 PAD_BYTES = 16  # after each row that is not of whole lines (rows.py)
 LINE_STEPS = LINE_BYTES // 32  # k16 steps of a line
@@ -49,7 +50,7 @@ MIN_RAW_STAGES = 2
 ONE_WARP_MAX_DIM = 256  # accumulators of 16 rows x 256 columns: 128 registers
 TABLE_RESERVE = 1024  # bytes kept free for the work table, so that the tile does not depend on max_requests below 63
 # Registers beside a warp's large arrays: fragments in flight, addresses, row states.  Found by compiling: less spills.
-TEAM_REGISTERS = 56
+TEAM_REGISTERS = 64
 ROLE_REGISTERS = 24  # and the operands of two steps
 WIDEN_REGISTERS = 8  # fp8: a second ring
 
@@ -448,13 +449,14 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         not fit one tile, tiles of equal height.  Roles stop at 64 rows, whose outputs take half the register file.
         Where shared memory is small: the tallest tiles whose queries have room.
     Keys
-        Tiles of 64 keys, and of 32 for MLA, make 16 to 37 KB a step; less where the device's shared memory is small.
+        Tiles of 64 keys, and of 32 for MLA and for wide heads, make 16 to 40 KB a step; less where the device's shared
+        memory is small.  With more a step there are too few on their way: 4 x 33 x 4/1 x 256 at 16k took 102 us with
+        three tiles of 64 KB on an H200, and 81 with six of 32.
     Teams
         Eight warps at least: memory latency wants them.  Those that the rows leave over take keys of their own.  From
         five fragments on a block has one warp for each, and the slowest SM quarter sets the pace: nine warps would have
         three in one quarter and two in the others.  So the one or two fragments past a multiple of four are shared by
-        four warps, one in each quarter, which take tiles in turn: 1 x 65 x 32/8 x 128 at 32k in TIME instead of 189 us
-        on an H200.
+        four warps, one in each quarter, which take tiles in turn (1 x 33 x 32/8 x 128 at 32k: 95 instead of 104 us).
     Stages
         All that fit.  Two tiles are in use at a time, the others are on their way.  An fp8 tile is on its way in its
         own, smaller slots, and the ring has just what is in use and the tile that is being widened.
@@ -480,15 +482,15 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
     shapes: list[dict[str, int]] = []
     for height in heights:
         if has_roles:
-            shapes += [_roles(height, value_warps, keys) for keys in (TEAM_TILE_KEYS // 2, FRAG_KEYS)]
+            shapes += [_roles(height, value_warps, keys) for keys in (MAX_ROLE_TILE_KEYS, FRAG_KEYS)]
         elif height > SM_QUARTERS:
             tail = height % SM_QUARTERS if height % SM_QUARTERS <= SM_QUARTERS // 2 else 0
             teams = SM_QUARTERS // tail if tail else 1
-            shapes += [_teams(height, teams, TEAM_TILE_KEYS // n, tail) for n in (1, 2, 4)]
+            shapes += [_teams(height, teams, MAX_TILE_KEYS // n, tail) for n in (1, 2, 4)]
         else:
             teams = MAX_WARPS // height
             while teams > 0:
-                keys = [max(FRAG_KEYS, TEAM_TILE_KEYS // teams // n // FRAG_KEYS * FRAG_KEYS) for n in (1, 2, 4)]
+                keys = [max(FRAG_KEYS, MAX_TILE_KEYS // teams // n // FRAG_KEYS * FRAG_KEYS) for n in (1, 2, 4)]
                 shapes += [_teams(height, teams, n) for n in dict.fromkeys(keys)]
                 teams //= 2
     for shape in shapes:
@@ -508,7 +510,7 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         room = limits.shared_bytes - max(TABLE_RESERVE, table_bytes(spec.max_requests))
         deeper = [tiles, *(with_stages(tiles, n) for n in range(MIN_STAGES + 1, MAX_STAGES + 1))]
         fitting = [one for one in deeper if one.fits(room)]
-        if fitting:
+        if fitting and (tiles.slot_bytes <= MAX_SLOT_BYTES or tiles.team_keys == FRAG_KEYS):
             return fitting[-1]
     return tiles  # check_shared_memory says by how much it does not fit
 
