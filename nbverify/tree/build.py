@@ -70,9 +70,7 @@ class BuildFlag(IntEnum):
     """A log-probability is larger than that of the rank before."""
 
 
-def build_from_children(
-    children: Callable[[Path], Iterable[tuple[int, float]]], root_token: int, budget: int
-) -> Tree:
+def build_from_children(children: Callable[[Path], Iterable[tuple[int, float]]], root_token: int, budget: int) -> Tree:
     """The general form: scores of children depend on the path.  On the host only.
 
     Parameters

@@ -84,7 +84,9 @@ class TreeBatch:
     def tree(self, request: int) -> Tree:
         """A copy of the tree of one request that exists."""
         n = int(self.num_nodes[request])
-        rows = {name: getattr(self, name)[request, :n].copy() for name in ("node_tokens", "parents", "depths", "scores")}
+        rows = {
+            name: getattr(self, name)[request, :n].copy() for name in ("node_tokens", "parents", "depths", "scores")
+        }
         return Tree(**rows)
 
 

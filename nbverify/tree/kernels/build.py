@@ -15,22 +15,23 @@ Arguments  (B = requests, D = positions, K = candidates a position, N = nodes of
 Launch      grid = B blocks of 128 threads; static shared memory: 4 (D + 1) (K + 1) + 16 N bytes, 25 KB at most.
 Work        all threads load and check the log-probabilities; warp 0 takes the nodes; all threads write them out.
 Frontier    The candidates are the next untaken child of every taken node, at most one each: so the candidate of node p
-            lies in SLOT p, and taking it leaves its next sibling there; the new node brings a slot with its first
+            lies in slot p, and taking it leaves its next sibling there; the new node brings a slot with its first
             child.  Slot p belongs to lane p % 32, which alone reads and writes it.  A lane knows the best of its slots,
-            and the warp finds the best of the lanes in five exchanges, in the order of the file head:
+            and the warp finds the best of the lanes in the order of build.py:
 
-                larger score, then smaller TIE = position << 18 | rank << 11 | parent
+                larger score, then smaller tie = position << 18 | rank << 11 | parent
 
-            Then the lane of slot p looks through its slots again, N / 32 at most, and the lane of the new slot
-            compares it with its best.
+            by five exchanges of the score.  Mostly one lane holds that score and hands its tie on; of several, five
+            exchanges more find the smallest tie.  Then the lane of slot p looks through its slots again, N / 32 at
+            most, and the lane of the new slot compares it with its best.
 Table       Log-probabilities lie in shared memory as [D + 1, K + 1] with a border of -inf: the sibling after the last
             rank, and the child below the last position, are found there like any other and never taken.
-Bound       N - 1 rounds, each of 5 exchanges and N / 32 slots, whatever the values.  A tree's numbering is a chain of
-            dependent decisions, so the time is that of one round times the budget: about 330 cycles are expected
-            (exchanges 200, decoding and table 70, slots and comparison 60), 64 rounds 12 us at 1.75 GHz.  A binary heap
-            of one thread needs 2 log2(64) dependent trips to shared memory of 30 cycles and as many branches a round,
-            twice that; and the warp is idle meanwhile.  With 1024 nodes a lane has 32 slots, and a round some 250
-            cycles more: below half a millisecond for the tree.
+Time        N - 1 rounds, each of 5 or 10 exchanges and N / 32 slots, whatever the values.  Each round waits for the one
+            before, so the time is that of a round times the budget: of about 400 cycles for 64 nodes by the latencies
+            of its instructions (exchanges and vote 215, decoding and table 50, slots 135), 15 us in all at 1.75 GHz.
+            A binary heap of one thread would make two sifts of 6 levels a round, each level a trip to shared memory and
+            a comparison: some 600 cycles.  With 1024 nodes a lane looks through up to 32 slots, four at a time, and a
+            round has about 1100 cycles: 0.6 ms in all.
 Numerics    Scores are float32, one rounded sum for each edge.  No score is -0 (the root's is +0), none is NaN (a sum
             that is not above -inf becomes -inf), so comparisons are those of the definition.
 """
@@ -42,15 +43,15 @@ from numba.cuda import libdevice
 
 from nbverify.kernels.geometry import FULL_WARP, WARP
 from nbverify.kernels.indices import load_index
+from nbverify.kernels.softmax import NEG_INF, ZERO, warp_max
 
 RANK_SHIFT = 11  # parents up to 1024 below it
 POSITION_SHIFT = 18  # ranks up to 64: one more than exists
 PARENT_MASK = (1 << RANK_SHIFT) - 1
 RANK_MASK = (1 << (POSITION_SHIFT - RANK_SHIFT)) - 1
+LANE_MASK = WARP - 1
 LAST_TIE = int32(0x7FFFFFFF)
-NEG_INF = float32(-math.inf)
 POS_INF = float32(math.inf)
-ZERO = float32(0.0)
 NO_PARENT = int32(-1)
 
 
@@ -63,20 +64,22 @@ def extend(score, logprob):
 
 @cuda.jit(device=True, forceinline=True)
 def better(score, tie, other_score, other_tie):
-    """The first of two candidates."""
-    if other_score > score or (other_score == score and other_tie < tie):
-        return other_score, other_tie
-    return score, tie
+    """The first of two candidates.  Without branches: the lanes would part at each and have to meet again."""
+    is_other = (other_score > score) | ((other_score == score) & (other_tie < tie))
+    return cuda.selp(is_other, other_score, score), cuda.selp(is_other, other_tie, tie)
 
 
 @cuda.jit(device=True, forceinline=True)
 def best_of_warp(score, tie):
-    """The first candidate of all lanes, in every lane."""
+    """The first candidate of all lanes, in every lane; its tie is of no use if no lane has one (-inf)."""
+    top = warp_max(score)
+    holders = uint32(cuda.ballot_sync(uint32(FULL_WARP), score == top))
+    if holders & uint32(holders - uint32(1)) == uint32(0):
+        return top, cuda.shfl_sync(uint32(FULL_WARP), tie, int32(cuda.ffs(holders) - 1))
+    first = tie if score == top else LAST_TIE
     for step in range(5):
-        other_score = cuda.shfl_xor_sync(uint32(FULL_WARP), score, 1 << step)
-        other_tie = cuda.shfl_xor_sync(uint32(FULL_WARP), tie, 1 << step)
-        score, tie = better(score, tie, other_score, other_tie)
-    return score, tie
+        first = min(first, cuda.shfl_xor_sync(uint32(FULL_WARP), first, 1 << step))
+    return top, first
 
 
 def make_body(depth, top_k, max_nodes, threads, bad_budget, bad_logprob, bad_order):
@@ -143,18 +146,15 @@ def make_body(depth, top_k, max_nodes, threads, bad_budget, bad_logprob, bad_ord
                 at = int32(position * columns + rank)
                 sibling = table[uint32(at + 1)]
                 child = table[uint32((position + 1) * columns)]
-                if thread == parent % WARP:
+                if thread == int32(parent & LANE_MASK):
                     best = extend(taken_scores[uint32(parent)], sibling)
                     best_tie = int32(tie + (1 << RANK_SHIFT))
                     slot_scores[uint32(parent)], slot_ties[uint32(parent)] = best, best_tie
                     slot = thread
                     while slot < num:
-                        if slot != parent:
-                            best, best_tie = better(
-                                best, best_tie, slot_scores[uint32(slot)], slot_ties[uint32(slot)]
-                            )
+                        best, best_tie = better(best, best_tie, slot_scores[uint32(slot)], slot_ties[uint32(slot)])
                         slot = int32(slot + WARP)
-                if thread == num % WARP:
+                if thread == int32(num & LANE_MASK):
                     first = extend(score, child)
                     first_tie = int32((position + 1) << POSITION_SHIFT | num)
                     slot_scores[uint32(num)], slot_ties[uint32(num)] = first, first_tie
