@@ -251,13 +251,13 @@ def _check_drafts(tokens: np.ndarray, logprobs: np.ndarray, ndim: int) -> None:
 
 def _check_values(prefix: str, logprobs: np.ndarray) -> None:
     """Of one request, ``[D, K]``: NaN and +inf first, as the kernel does."""
-    for (d, k), value in np.ndenumerate(logprobs):
-        _check_logprob(f"{prefix}{d}, {k}]", value, inf)
-    for (d, k), value in np.ndenumerate(logprobs[:, 1:]):
-        _check_logprob(f"{prefix}{d}, {k + 1}]", value, logprobs[d, k])
+    for d, k in np.argwhere(~(logprobs < inf)):
+        _check_logprob(f"{prefix}{d}, {k}]", logprobs[d, k], np.float32(inf))
+    for d, k in np.argwhere(logprobs[:, 1:] > logprobs[:, :-1]):
+        _check_logprob(f"{prefix}{d}, {k + 1}]", logprobs[d, k + 1], logprobs[d, k])
 
 
-def _check_logprob(name: str, value: np.float32, before: np.float32 | float) -> None:
+def _check_logprob(name: str, value: np.float32, before: np.float32) -> None:
     if not value < inf:
         raise ArgumentError(name, "a log-probability", value)
     if value > before:

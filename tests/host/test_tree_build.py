@@ -5,19 +5,20 @@ from functools import cmp_to_key
 
 import numpy as np
 import pytest
+from support.tree_build import random_drafts
 
 import nbverify as nv
 from nbverify.tree.build import build_from_children, build_tree, build_trees, tree_from_parents
 from nbverify.tree.trees import check_parents
-from support.tree_build import random_drafts
 
 INF = np.inf
+ZERO = np.float32(0)
 
 
 # --- exhaustive search -----------------------------------------------------------------------------------------------
 
 
-def all_paths(logprobs, path=(), score=np.float32(0)):
+def all_paths(logprobs, path=(), score=ZERO):
     """Every path below one with its score, as (ranks, score), by recursion; those of score -inf have no descendants."""
     if len(path) == len(logprobs):
         return []
@@ -146,11 +147,12 @@ GOOD = {
 @pytest.mark.parametrize("change, message", [
     ({"logprobs": np.zeros((1, 2, 3))}, r"logprobs: expected a float32 array of 3 axes, got float64 \[1, 2, 3\]"),
     ({"logprobs": np.zeros((2, 3), np.float32)}, r"logprobs: expected a float32 array of 3 axes, got float32 \[2, 3\]"),
-    ({"tokens": np.zeros((1, 2, 4), int)}, r"tokens: expected integers \[1, 2, 3\], as logprobs, got int64 \[1, 2, 4\]"),
+    ({"tokens": np.zeros((1, 2, 4), int)},
+     r"tokens: expected integers \[1, 2, 3\], as logprobs, got int64 \[1, 2, 4\]"),
     ({"tokens": np.zeros((1, 2, 3))}, r"tokens: expected integers \[1, 2, 3\], as logprobs, got float64"),
     ({"root_tokens": np.zeros(2, int)}, r"root_tokens: expected shape \[1\], got \[2\]"),
     ({"budgets": np.array([5], np.int32)}, r"budgets\[0\]: expected below max_nodes=5, got 5"),
-    ({"logprobs": np.array([[[0, 0, 0], [0, -1, np.nan]]], np.float32)}, r"logprobs\[0, 1, 2\]: expected a log-prob.*nan"),
+    ({"logprobs": np.array([[[0, 0, 0], [0, -1, np.nan]]], np.float32)}, r"logprobs\[0, 1, 2\]: expected a log.*nan"),
     ({"logprobs": np.array([[[INF, 0, 0], [0, 0, 0]]], np.float32)}, r"logprobs\[0, 0, 0\]: expected a log-prob.*inf"),
     ({"logprobs": np.array([[[0, -1, -1], [-2, -1, -1]]], np.float32)},
      r"logprobs\[0, 1, 1\]: expected at most that of the rank before, -2.0, got -1.0"),
