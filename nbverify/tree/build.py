@@ -178,8 +178,8 @@ def build_trees(
     _check_drafts(tokens, logprobs, 3)
     num_requests = len(tokens)
     for name, value in (("root_tokens", root_tokens), ("budgets", budgets)):
-        if np.shape(value) != (num_requests,):
-            raise ArgumentError(name, f"shape [{num_requests}]", list(np.shape(value)))
+        if np.shape(value) != (num_requests,) or not _fit_int64(np.asarray(value)):
+            raise ArgumentError(name, f"{num_requests} integers", _kind_of(np.asarray(value)))
     batch = TreeBatch.padding(num_requests, max_nodes)
     for b in range(num_requests):
         budget = int(budgets[b])
@@ -215,7 +215,7 @@ def tree_from_parents(
     """
     depths = check_parents(parents)
     shape = (len(depths),)
-    if np.shape(tokens) != shape or np.asarray(tokens).dtype.kind not in "iu":
+    if np.shape(tokens) != shape or not _fit_int64(np.asarray(tokens)):
         raise ArgumentError("tokens", f"{shape[0]} integers, one a node", _kind_of(np.asarray(tokens)))
     if scores is not None and np.shape(scores) != shape:
         raise ArgumentError("scores", f"{shape[0]} numbers, one a node", _kind_of(np.asarray(scores)))
@@ -245,7 +245,7 @@ def _check_budget(name: str, budget: int) -> None:
 def _check_drafts(tokens: np.ndarray, logprobs: np.ndarray, ndim: int) -> None:
     if not isinstance(logprobs, np.ndarray) or logprobs.dtype != np.float32 or logprobs.ndim != ndim:
         raise ArgumentError("logprobs", f"a float32 array of {ndim} axes", _kind_of(np.asarray(logprobs)))
-    if not isinstance(tokens, np.ndarray) or tokens.dtype.kind not in "iu" or tokens.shape != logprobs.shape:
+    if not isinstance(tokens, np.ndarray) or not _fit_int64(tokens) or tokens.shape != logprobs.shape:
         raise ArgumentError("tokens", f"integers {list(logprobs.shape)}, as logprobs", _kind_of(np.asarray(tokens)))
 
 
@@ -262,6 +262,10 @@ def _check_logprob(name: str, value: np.float32, before: np.float32) -> None:
         raise ArgumentError(name, "a log-probability", value)
     if value > before:
         raise ArgumentError(name, f"at most that of the rank before, {before}", value)
+
+
+def _fit_int64(value: np.ndarray) -> bool:
+    return value.dtype.kind in "iu" and np.can_cast(value.dtype, np.int64)
 
 
 def _kind_of(value: np.ndarray) -> str:

@@ -150,7 +150,8 @@ GOOD = {
     ({"tokens": np.zeros((1, 2, 4), int)},
      r"tokens: expected integers \[1, 2, 3\], as logprobs, got int64 \[1, 2, 4\]"),
     ({"tokens": np.zeros((1, 2, 3))}, r"tokens: expected integers \[1, 2, 3\], as logprobs, got float64"),
-    ({"root_tokens": np.zeros(2, int)}, r"root_tokens: expected shape \[1\], got \[2\]"),
+    ({"root_tokens": np.zeros(2, int)}, r"root_tokens: expected 1 integers, got int64 \[2\]"),
+    ({"root_tokens": np.zeros(1)}, r"root_tokens: expected 1 integers, got float64 \[1\]"),
     ({"budgets": np.array([5], np.int32)}, r"budgets\[0\]: expected below max_nodes=5, got 5"),
     ({"logprobs": np.array([[[0, 0, 0], [0, -1, np.nan]]], np.float32)}, r"logprobs\[0, 1, 2\]: expected a log.*nan"),
     ({"logprobs": np.array([[[INF, 0, 0], [0, 0, 0]]], np.float32)}, r"logprobs\[0, 0, 0\]: expected a log-prob.*inf"),
@@ -258,6 +259,7 @@ def test_the_check_takes_time_in_proportion_to_the_nodes():
 @pytest.mark.parametrize("arguments, message", [
     (([-1, 0], [1]), "tokens: expected 2 integers, one a node"),
     (([-1, 0], [1, 0.5]), "tokens: expected 2 integers, one a node"),
+    (([-1, 0], np.array([1, 2], np.uint64)), "tokens: expected 2 integers, one a node, got uint64"),
     (([-1, 0], [1, 2], [0.0]), "scores: expected 2 numbers, one a node"),
 ])  # fmt: skip
 def test_what_does_not_belong_to_the_nodes_is_named(arguments, message):

@@ -86,11 +86,9 @@ def test_trees_are_those_of_the_definition(dev, depth, top_k, max_nodes):
 
 
 def test_equal_scores_in_many_lanes(dev):
-    """The best candidates of all 32 lanes weigh the same: the tie decides at every node."""
-    tokens = np.arange(3 * 4 * 6).reshape(3, 4, 6)
-    buffers = Buffers(
-        dev, tokens, np.zeros((3, 4, 6), np.float32), np.arange(3), np.array([70, 40, 69], np.int32), max_nodes=71
-    )
+    """All candidates weigh the same, in every lane and in the slots of a lane: the tie decides at every node."""
+    tokens, budgets = np.arange(3 * 4 * 6).reshape(3, 4, 6), np.array([100, 40, 99], np.int32)
+    buffers = Buffers(dev, tokens, np.zeros((3, 4, 6), np.float32), np.arange(3), budgets, max_nodes=101)
     assert_same_bits(buffers.launch(), buffers.want())
 
 
@@ -143,15 +141,21 @@ def test_a_wrong_request_gets_a_flag_and_its_root_and_the_others_their_trees(dev
 
 
 def test_scores_that_overflow(dev):
-    """-inf by a sum of finite numbers is never taken; +inf, by numbers that are no log-probabilities, does no harm."""
+    """-inf by a sum of finite numbers is never taken; +inf, by numbers that are no log-probabilities, does no harm.
+
+    The last sibling of the third request is inf - inf, in the lane that later has the child of node 34.
+    """
     big = np.float32(3e38)
-    logprobs = np.array([[[-big, -big]] * 3, [[big, -np.inf]] * 3], np.float32)
-    buffers = Buffers(
-        dev, np.arange(12).reshape(2, 3, 2), logprobs, np.arange(2), np.full(2, 9, np.int32), max_nodes=10
-    )
+    logprobs = np.full((3, 3, 13), -np.inf, np.float32)
+    logprobs[0, :, :2] = -big
+    logprobs[1, :, 0] = big
+    logprobs[2, :, 0] = big, big, 0
+    logprobs[2, 0, 1:] = 0
+    tokens, budgets = np.arange(3 * 3 * 13).reshape(3, 3, 13), np.array([9, 9, 39], np.int32)
+    buffers = Buffers(dev, tokens, logprobs, np.arange(3), budgets, max_nodes=40)
     got = buffers.launch()
     assert_same_bits(got, buffers.want())
-    assert got["num_nodes"].tolist() == [3, 4]
+    assert got["num_nodes"].tolist() == [3, 4, 40] and got["parents"][2, 35] == 34
 
 
 def test_only_its_own_buffers_are_written(dev):
