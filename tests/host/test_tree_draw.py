@@ -95,7 +95,7 @@ def test_more_than_a_hundred_nodes_stay_in_line(tmp_path):
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"parents": None}, "tree.json: expected an object with parents and tokens, of parents, tokens, .*got tokens, labels"),
+    ({"parents": None}, r"tree.json: expected an object with parents and tokens, of parents, .*got tokens, labels"),
     ({"probs": [1]}, r"tree.json: expected an object with parents and tokens.*, accepted, probs"),
     ({"parents": [-1, 0, 0, 3]}, r"parents\[3\]: expected a path to the root, got 3, which closes a cycle"),
     ({"parents": [-1, 0, 0, 0.5]}, r"parents: expected a list of int, got \[-1, 0, 0, 0.5\]"),
