@@ -142,9 +142,9 @@ def draw_mask(drawing: Drawing, console: Console) -> Text:
     text = Text(no_wrap=True)
     for node, row in enumerate(reference.ancestor_mask(drawing.tree.parents.tolist())):
         text.append(f"{node:{width}d} ", "dim")
-        for column, visible in enumerate(row):
-            on_path = node in accepted and column in accepted
-            text.append(seen if visible else hidden, ("green" if on_path else "") if visible else "dim")
+        for visible in row:
+            style = "dim" if not visible else "green" if node in accepted else ""  # its ancestors are accepted, too
+            text.append(seen if visible else hidden, style)
         text.append("\n")
     return text
 
@@ -234,13 +234,11 @@ def _plot_tree(axes: Any, drawing: Drawing, heights: list[float]) -> None:
 
 
 def _plot_mask(axes: Any, drawing: Drawing) -> None:
-    n, accepted = drawing.tree.num_nodes, list(drawing.accepted)
-    shade = reference.ancestor_mask(drawing.tree.parents.tolist()).astype(int)
-    path = np.zeros(n, bool)
-    path[accepted] = True
     from matplotlib.colors import ListedColormap
 
-    shade[np.outer(path, path) & (shade > 0)] = 2
+    n = drawing.tree.num_nodes
+    shade = reference.ancestor_mask(drawing.tree.parents.tolist()).astype(int)
+    shade[list(drawing.accepted)] *= 2
     axes.imshow(shade, cmap=ListedColormap(["white", INK, GREEN]), vmin=0, vmax=2, interpolation="nearest")
     axes.set_title("mask: rows see columns", fontsize=9, color=INK)
     step = max(1, n // 16)

@@ -16,13 +16,13 @@ from nbverify.tree.draw import Drawing, random_drawing
 GOOD = {
     "parents": [-1, 3, 3, 0],  # children before their parent
     "tokens": [10, 11, 12, 13],
-    "labels": ["The", " cat", "\n", " $a[b]"],
+    "labels": ["The", " cat", "\n", " $_$"],
     "scores": [0, -1.5, -2.25, -0.5],
     "accepted": [0, 3, 2],
 }
 PICTURE = """
  0 'The'  root      0 █···
-└──  3 ' $a[b]'  -0.50   1 ██·█
+└──  3 ' $_$'  -0.50   1 ██·█
     ├──  1 ' cat'  -1.50   2 █·██
     └──  2 '\\n'  -2.25   3 █··█
 """
@@ -161,8 +161,18 @@ def test_png(tmp_path):
 
     pixels = imread(path)[..., :3]
     green = np.array([0x00, 0x9E, 0x73]) / 255
-    assert (np.abs(pixels - green).max(-1) < 0.02).sum() > 6 * 100  # six cells of the mask, and the path
+    mask = pixels[:, int(0.8 * pixels.shape[1]) :]
+    assert (np.abs(mask - green).max(-1) < 0.02).sum() > 6 * 500  # six cells
     assert min(pixels.shape[:2]) > 200
+
+
+def test_the_accepted_path_is_green_in_the_png(tmp_path):
+    from matplotlib.figure import Figure
+
+    axes, drawing = Figure().subplots(), draw.read_drawing(written(tmp_path))
+    draw._plot_tree(axes, drawing, draw._heights(drawing.tree))
+    assert [line.get_color() == draw.GREEN for line in axes.lines] == [False, True, True]  # above nodes 1, 2, 3
+    assert [text.get_color() == draw.GREEN for text in axes.texts] == [True, False, True, True]
 
 
 def test_nodes_stand_between_their_children():
