@@ -27,8 +27,8 @@ Frontier    The candidates are the next untaken child of every taken node, at mo
 Table       Log-probabilities lie in shared memory as [D + 1, K + 1] with a border of -inf: the sibling after the last
             rank, and the child below the last position, are found there like any other and never taken.
 Time        N - 1 rounds, each of 5 or 10 exchanges and N / 32 slots, whatever the values.  Each round waits for the one
-            before, so the time is that of a round times the budget: of about 400 cycles for 64 nodes by the latencies
-            of its instructions (exchanges and vote 215, decoding and table 50, slots 135), 15 us in all at 1.75 GHz.
+            before, so the time is that of a round times the budget.  Estimates from usual latencies, not measured:
+            400 cycles a round for 64 nodes (exchanges and vote 215, decoding and table 50, slots 135), 15 us in all.
             A binary heap of one thread would make two sifts of 6 levels a round, each level a trip to shared memory and
             a comparison: some 600 cycles.  With 1024 nodes a lane looks through up to 32 slots, four at a time, and a
             round has about 1100 cycles: 0.6 ms in all.
