@@ -1,4 +1,4 @@
-"""The command line: ``nbverify demo | doctor | compile | bench``.
+"""The command line: ``nbverify demo | doctor | compile | tree | bench``.
 
 Exit codes: 0 it worked; 1 it did not (a check failed, something is broken, an error); 2 wrong usage; 130 interrupted.
 Whatever is heavy is imported inside a command, so that ``--help`` is quick and ``doctor`` runs on a broken machine.
@@ -70,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_demo(commands)
     add_doctor(commands)
     add_compile(commands)
+    add_tree(commands)
     add_bench(commands)
     return parser
 
@@ -361,6 +362,54 @@ def write_outputs(path: Path, kernels: Sequence[CompiledKernel], contents: str) 
         data = kernel.ptx.encode() if contents == "ptx" else kernel.cubin
         own = path if len(kernels) == 1 else path.with_name(f"{path.stem}.{kernel.name}.{kernel.target}{path.suffix}")
         own.write_bytes(data)
+
+
+# --- tree ------------------------------------------------------------------------------------------------------------
+
+# Of random drafts: flag -> (default, what it is).
+RANDOM_DRAFTS: dict[str, tuple[int, str]] = {
+    "seed": (0, "of random drafts"),
+    "depth": (4, "positions drafted"),
+    "top_k": (3, "candidates a position"),
+    "budget": (12, "drafted nodes at most"),
+}
+
+
+def add_tree(commands: Any) -> None:
+    """Flags of ``tree``."""
+    parser = commands.add_parser(
+        "tree",
+        help="draw a draft tree and its mask, in the terminal or as PNG",
+        description="Draw a draft tree with log-probabilities, its accepted path in green, and the ancestor mask: of a "
+        "JSON file (its format: docs/tree_build.md), or DDTree's best-first tree of random drafts.",
+    )
+    parser.add_argument("file", nargs="?", type=Path, metavar="FILE", help="JSON; without it, random drafts")
+    for name, (default, what) in RANDOM_DRAFTS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=_not_negative, metavar="N", help=f"{what} ({default})")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture instead (needs matplotlib)")
+    parser.set_defaults(run=run_tree)
+
+
+def run_tree(arguments: argparse.Namespace) -> int:
+    """``nbverify tree``."""
+    from rich.console import Console
+
+    from nbverify.tree import draw
+
+    given = {name: getattr(arguments, name) for name in RANDOM_DRAFTS if getattr(arguments, name) is not None}
+    if arguments.file is not None and given:
+        flag = f"--{next(iter(given)).replace('_', '-')}"
+        raise ArgumentError(flag, "no FILE beside it: it is about random drafts", arguments.file)
+    check_output("--png", arguments.png)
+    if arguments.file is not None:
+        drawing = draw.read_drawing(arguments.file)
+    else:
+        drawing = draw.random_drawing(**{name: default for name, (default, _) in RANDOM_DRAFTS.items()} | given)
+    if arguments.png is not None:
+        draw.save_png(drawing, arguments.png)
+    else:
+        draw.show(Console(), drawing, "the prefix, and:")
+    return 0
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------

@@ -21,16 +21,18 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from rich.tree import Tree
 
 import nbverify as nv
 from nbverify import compile, doctor, presets, reference
 from nbverify.doctor import Facts
 from nbverify.errors import ArgumentError, NbverifyError
 from nbverify.fixture import SmolLM2Layer
+from nbverify.tree import draw
+from nbverify.tree.build import tree_from_parents
+from nbverify.tree.draw import unicode_or
 
 if TYPE_CHECKING:
     from nbverify.plan import BoundVerify, PlanReport
@@ -529,53 +531,15 @@ def _what_ran(spec: VerifySpec, report: PlanReport, device: str, seed: int) -> t
 # --- printing --------------------------------------------------------------------------------------------------------
 
 
-def unicode_or(console: Console, fancy: str, plain: str) -> str:
-    """``fancy`` where the terminal can show it."""
-    return fancy if (console.encoding or "").lower().startswith("utf") else plain
-
-
-def draw_tree(layer: SmolLM2Layer) -> Tree:
-    """The draft tree: node, token, log-probability of its path; what verification accepts in green."""
-    accepted = set(layer.accepted.tolist())
-
-    def label(node: int) -> Text:
-        token = ascii(str(layer.pieces[node]))
-        note = "root" if node == 0 else f"{layer.logprobs[node]:.2f}"
-        return Text.assemble(
-            (f"{node:2d} ", "dim"), (token, "bold green" if node in accepted else ""), (f"  {note}", "dim")
-        )
-
-    tree = Tree(label(0), guide_style="dim")
-    branches = {0: tree}
-    for node in range(1, len(layer.parents)):
-        branches[node] = branches[int(layer.parents[node])].add(label(node))
-    return tree
-
-
-def draw_mask(layer: SmolLM2Layer, console: Console) -> Text:
-    """One row a node, one column a node: filled where the row's node sees the column's."""
-    seen, hidden = unicode_or(console, "█", "#"), unicode_or(console, "·", ".")
-    accepted = set(layer.accepted.tolist())
-    tree = reference.ancestor_mask(layer.parents.tolist())
-    text = Text()
-    for node, row in enumerate(tree):
-        text.append(f"{node:2d} ", "dim")
-        for column, visible in enumerate(row):
-            on_path = node in accepted and column in accepted
-            text.append(seen if visible else hidden, ("green" if on_path else "") if visible else "dim")
-        text.append("\n")
-    return text
-
-
 def show_tree(console: Console, layer: SmolLM2Layer) -> None:
     """Tree and mask side by side."""
     console.print(Text.assemble(("prompt ", "dim"), ascii("..." + layer.prompt[-PROMPT_SHOWN:])))
-    both = Table(box=None, padding=(0, 3, 0, 0))
-    both.add_column("draft tree\n[dim]node, token, log-probability; [green]accepted[/green][/dim]")
-    both.add_column(f"mask\n[dim]all {len(layer.prefix_slots)} prefix tokens, and:[/dim]")
-    cells: list[RenderableType] = [draw_tree(layer), draw_mask(layer, console)]
-    both.add_row(*cells)
-    console.print(both)
+    drawing = draw.Drawing(
+        tree_from_parents(layer.parents, layer.tokens, layer.logprobs),
+        labels=tuple(ascii(str(piece)) for piece in layer.pieces),
+        accepted=tuple(layer.accepted.tolist()),
+    )
+    draw.show(console, drawing, f"all {len(layer.prefix_slots)} prefix tokens, and:")
 
 
 def show_run(console: Console, run: Run) -> None:
