@@ -117,7 +117,7 @@ def make_write_mask_row(*, mask, fill_prefix):
             words_per_row = (rows + 31) >> 5
             at = int64(start + row * words_per_row + lane)
             if lane < words_per_row and at < size:
-                args.custom_mask[at] = bits
+                args.custom_mask[at] = uint32(bits)
         else:
             first = int64(start + row * rows)
             if is_full:
@@ -133,7 +133,7 @@ def make_write_mask_row(*, mask, fill_prefix):
                 bits_of_word = cuda.shfl_sync(uint32(FULL_WARP), bits, word)
                 column = int64((word << 5) + lane)
                 if column < rows and first + column < size:
-                    args.custom_mask[first + column] = uint8((bits_of_word >> uint32(lane)) & uint32(1))
+                    args.custom_mask[first + column] = uint8((bits_of_word >> lane) & 1)
                 word = int32(word + 1)
 
     return write_mask_row
@@ -275,13 +275,13 @@ def make_body(*, mask, padded, fill_prefix, threads, faults):
         row = int32(block * warps + thread // WARP)
         while row < max_nodes:
             is_node = flag == 0 and row < nodes
-            depth, bits, child, sibling = int32(0), uint32(0), int32(-1), int32(-1)
+            depth, bits, child, sibling = int32(0), int32(0), int32(-1), int32(-1)
             if is_node:
                 depth = int32(parents[old + row] >> STEPS_SHIFT)
                 ancestor = row
                 while ancestor >= 0:
                     if ancestor >> 5 == lane:
-                        bits |= uint32(1) << uint32(ancestor & 31)
+                        bits = int32(bits | int32(1 << (ancestor & 31)))  # signed, as shuffles want it
                     ancestor = parents[ancestor]
                 if args.retrieve_next_token.size > 0 or args.retrieve_next_sibling.size > 0:
                     child, sibling = first_child_and_next_sibling(parents, nodes, row)
