@@ -264,6 +264,17 @@ def test_a_fault_stays_in_its_request(dev, fault, layout):
             np.testing.assert_array_equal(got[name][mine], fine[name][mine])
 
 
+def test_padding_has_no_faults(dev):
+    """The lengths and parents of a request that does not exist are stale, and so may be anything."""
+    rng = np.random.default_rng(11)
+    for layout in ("full-padded-prefix", "packed"):
+        step = Step(dev, 4, 5, mask_size=ROOMY, **LAYOUTS[layout])
+        parents, num_nodes, prefix_lens = random_trees(rng, 4, 5, empty=0)
+        num_nodes[:3], prefix_lens[:3] = 0, [-1, 2**40, MAX_KV_LEN]
+        got = step.check(rng, parents, num_nodes, prefix_lens)
+        assert not got["flags"].any()
+
+
 @pytest.mark.parametrize("layout", WITH_MASK.values(), ids=WITH_MASK)
 def test_a_mask_that_is_too_small(dev, layout):
     """The request that does not fit is flagged, and hidden as far as the buffer goes; Step looks behind its end."""

@@ -34,7 +34,7 @@ Launch      grid = B * blocks_per_request blocks of ``threads`` threads, 12 N by
             whole tree of its own.  Then a warp takes a row, and the warps of a request's blocks its rows in turn.
 Depths      by pointer jumping in shared memory.  A word holds a node's ancestor and the number of steps up to it; a
             round appends the word of that ancestor.  After k rounds a word spans 2^k steps, so a word that has not
-            ended when 2^k > n is on a cycle or below one.  Two copies, so that no thread reads what another writes.
+            ended when 2^k >= n is on a cycle or below one.  Two copies, so that no thread reads what another writes.
 Rows        N <= 1024: a lane holds the 32 columns of one word of the row.  The warp walks up from its node, all lanes
             in step, and each keeps the ancestors that fall into its word.  This comes after the check, so it ends.
 Traffic     what is written, once; parents and lengths once for every block of a request, from L2.
@@ -230,7 +230,7 @@ def make_body(*, mask, padded, fill_prefix, threads, faults):
 
         old, new = max_nodes, int32(2 * max_nodes)  # where the two copies of the jumps start
         span = int32(1)  # steps that a jump covers, unless it has ended
-        while unfinished != 0 and span <= nodes:
+        while unfinished != 0 and span < nodes:
             goes_on = int32(0)
             node = thread
             while node < nodes:
