@@ -205,20 +205,16 @@ def make_body(*, mask, padded, fill_prefix, threads, faults):
         nodes = int32(nodes_of_request)
         first_of_request = int64(request) * max_nodes
         if thread == 0:
-            worst[0] = fault
-        cuda.syncthreads()  # publishes the fault of the lengths, before those of the nodes are added
-
-        if thread < WARP:
+            worst[0] = 0
+        if thread >= threads - WARP:  # the warp with the fewest nodes: its loads go out beside those of the others
             rows_before, elements_before = sum_of_earlier(args, request)
-            if thread == 0:
+            if lane == 0:
                 starts[0], starts[1] = rows_before, elements_before
         goes_on = int32(0)
         node = thread
         while node < nodes:
             parent = args.parents[first_of_request + node]
-            fault = fault_of(node, parent, nodes, max_nodes)
-            if fault > 0:
-                cuda.atomic.max(worst, 0, fault)
+            fault = max(fault, fault_of(node, parent, nodes, max_nodes))
             parents[node] = parent
             jump = int32(ENDED)
             if node > 0 and parent >= 0 and parent < nodes:
@@ -226,7 +222,9 @@ def make_body(*, mask, padded, fill_prefix, threads, faults):
                 goes_on = int32(1)
             parents[max_nodes + node] = jump
             node = int32(node + threads)
-        unfinished = cuda.syncthreads_or(goes_on)  # publishes parents, jumps, starts and the worst fault
+        unfinished = cuda.syncthreads_or(goes_on)  # publishes parents, jumps, starts and the 0
+        if fault > 0:
+            cuda.atomic.max(worst, 0, fault)
 
         old, new = max_nodes, int32(2 * max_nodes)  # where the two copies of the jumps start
         span = int32(1)  # steps that a jump covers, unless it has ended
@@ -248,6 +246,7 @@ def make_body(*, mask, padded, fill_prefix, threads, faults):
             span = int32(2 * span)
             unfinished = cuda.syncthreads_or(goes_on)  # publishes the new jumps; nobody reads the old ones any more
 
+        cuda.syncthreads()  # publishes the worst fault
         first_row, mask_start = starts[0], starts[1]
         flag = worst[0]
         if unfinished != 0:
