@@ -157,6 +157,17 @@ def test_more_requests_than_lanes(dev):
     step.check(rng, *random_trees(rng, 70, 3))
 
 
+def test_more_nodes_than_threads(dev):
+    """A thread has two nodes: it forgets neither the fault of its first one nor that of the lengths."""
+    rng = np.random.default_rng(12)
+    step = Step(dev, 1, 140, max_kv_len=200, **LAYOUTS["packed"])
+    parents, num_nodes = np.array([shuffled_parents(rng, 140)], np.int32), np.array([140], np.int32)
+    assert step.check(rng, parents, num_nodes, np.array([3]))["flags"].tolist() == [0]
+    assert step.check(rng, parents, num_nodes, np.array([-1]))["flags"].tolist() == [TreeFault.PREFIX_LEN]
+    parents[0, 5] = -1
+    assert step.check(rng, parents, num_nodes, np.array([3]))["flags"].tolist() == [TreeFault.SECOND_ROOT]
+
+
 @pytest.mark.slow
 def test_1024_nodes(dev):
     rng = np.random.default_rng(0)
