@@ -81,7 +81,7 @@ def visible_pairs(made, mask, request, rows, prefix_len):
 @pytest.mark.parametrize("padded", [False, True])
 def test_batches_against_recursion(mask, padded):
     rng = np.random.default_rng(1)
-    for max_nodes in (1, 5, 33, 40):
+    for max_nodes in (1, 5, 32, 33):
         num_nodes = [max_nodes, 0, int(rng.integers(1, max_nodes + 1)), max_nodes]
         prefix_lens = [3, 1, 0, 12]
         trees = [shuffled_parents(rng, n) if n else [] for n in num_nodes]
