@@ -75,7 +75,8 @@ class Compaction(NamedTuple):
         ``[B]``, dtype of ``prefix_lens``: ``prefix + m``.  Unchanged for padding and for flagged requests.
     freed_slots
         ``[rows]``, dtype of ``out_cache_loc``: those of request ``b`` from row ``qo_indptr[b]`` on, in the window's
-        order.  -1 in all other rows, so that ``freed_slots[freed_slots >= 0]`` is the free list of the batch.
+        order.  -1 in all other rows, so that ``freed_slots[freed_slots >= 0]`` is the free list of the batch.  Where a
+        broken ``qo_indptr`` leaves rows to no request, the device leaves them as they were: go by the counts then.
     freed_counts
         ``[B] int32``.  0 for padding and for flagged requests.
     flags

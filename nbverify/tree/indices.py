@@ -1,9 +1,9 @@
 """The next step's prefix: ``kv_indptr`` and ``kv_indices`` from the table of slots and the new lengths.
 
 After compaction request ``b`` has ``prefix_lens[b]`` tokens, whose slots stand at the start of its row of
-``req_to_token``.  A verify kernel reads them as one ragged list: request ``b``'s are
-``kv_indices[kv_indptr[b] : kv_indptr[b + 1]]``.  :func:`prefix_indices` is the definition, :class:`IndicesPlan` does the
-same in one launch, into static buffers.
+``req_to_token``.  A verify kernel reads all of them as one list: request ``b``'s are
+``kv_indices[kv_indptr[b] : kv_indptr[b + 1]]``.  :func:`prefix_indices` is the definition; :class:`IndicesPlan` does
+the same in one launch, into static buffers.
 """
 
 from __future__ import annotations

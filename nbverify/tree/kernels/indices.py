@@ -10,7 +10,7 @@ Who does what
     num_parts blocks a request.  Each adds up the lengths of the requests before its own, thread by thread and then over
     the block: B numbers, most often one a thread, are quicker read by every block than handed over by one.  Then the
     parts of a request take its tiles of INDICES_THREADS * ENTRIES_PER_THREAD entries in turn, all loads of a tile in
-    flight at once.  Part 0 writes the request's end in kv_indptr, and its flag.
+    flight at once; a part without a tile leaves at once.  Part 0 writes the request's end in kv_indptr, and its flag.
 
 Arguments (B = max_requests; index: int32 or int64)
     req_to_token       [num_table_rows, max_context]  int32   read
@@ -20,7 +20,7 @@ Arguments (B = max_requests; index: int32 or int64)
     kv_indices         [capacity]                     index   write   below kv_indptr[B]
     flags              [B]                            int32   write   IndexFlag
 
-Launch      grid = num_parts * B blocks of INDICES_THREADS threads; 8 warps' sums of static shared memory.
+Launch      grid = num_parts * B blocks of INDICES_THREADS threads; its warps' sums in static shared memory.
 Traffic     4 bytes read and 4 or 8 written an entry: bandwidth bound when prefixes are long.
 Offsets     64-bit in the table and in the sums; entries of a request and of the list are below 2^31.
 """
@@ -45,27 +45,28 @@ def make_body():
         request = int32(ptx.divide_u32(cuda.blockIdx.x, args.num_parts))
         part = int32(cuda.blockIdx.x - request * args.num_parts)
 
-        start = int64(0)
-        b = thread
-        while b < request:
-            start += length_of(args, b)
-            b = int32(b + INDICES_THREADS)
-        start = add_over_block(start, thread)
-
         verdict, length = verdict_of(args, request), length_of(args, request)
-        room = max(int64(0), min(length, args.capacity - start))
-        if part == 0 and thread == 0:
-            if request == 0:
-                store_index(args.kv_indptr, args.kv_indptr_words, 0, 0)
-            store_index(args.kv_indptr, args.kv_indptr_words, request + 1, min(start + length, args.capacity))
-            args.flags[request] = int32(CUT) if room < length else int32(verdict)
+        if part == 0 or int64(part) * TILE < length:  # the same for the whole block, which has a barrier ahead
+            start = int64(0)
+            b = thread
+            while b < request:
+                start += length_of(args, b)
+                b = int32(b + INDICES_THREADS)
+            start = add_over_block(start, thread)
 
-        row = load_index(args.req_pool_indices, args.req_pool_indices_words, request) * args.max_context
-        slots = cuda.local.array(ENTRIES_PER_THREAD, int32)
-        first = int64(part) * TILE + thread
-        while first < room:
-            copy_entries(args, slots, row, start, first, room)
-            first += args.num_parts * TILE
+            room = max(int64(0), min(length, args.capacity - start))
+            if part == 0 and thread == 0:
+                if request == 0:
+                    store_index(args.kv_indptr, args.kv_indptr_words, 0, 0)
+                store_index(args.kv_indptr, args.kv_indptr_words, request + 1, min(start + length, args.capacity))
+                args.flags[request] = int32(CUT) if room < length else int32(verdict)
+
+            row = load_index(args.req_pool_indices, args.req_pool_indices_words, request) * args.max_context
+            slots = cuda.local.array(ENTRIES_PER_THREAD, int32)
+            first = int64(part) * TILE + thread
+            while first < room:
+                copy_entries(args, slots, row, start, first, room)
+                first += args.num_parts * TILE
 
     return prefix_indices
 

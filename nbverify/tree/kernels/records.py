@@ -7,8 +7,8 @@ numbers is the one that is told.
 from enum import IntEnum
 
 COMPACT_THREADS = 128  # a unit column each; at least as many as rows of a path
-INDICES_THREADS = 256
-ENTRIES_PER_THREAD = 4  # of kv_indices, loaded at once: enough loads in flight to stream
+INDICES_THREADS = 128
+ENTRIES_PER_THREAD = 8  # of kv_indices, loaded at once: enough loads in flight to stream
 
 
 class CompactFlag(IntEnum):
