@@ -82,6 +82,24 @@ def make_body(rows, moves):
         record = int32(ptx.divide_u32(cuda.blockIdx.x, args.max_requests))
         request = int32(cuda.blockIdx.x - record * args.max_requests)
 
+        # The plane's numbers first: they are on their way while the request is looked at.
+        of_plane = int64(record) * RECORD_FIELDS
+        plane, unit, end_unit, unit_bytes, column = (
+            (int64(1), int64(0), int64(0)),
+            int64(0),
+            int64(0),
+            int64(0),
+            int64(0),
+        )
+        if moves:
+            plane = (args.records[of_plane + PAGE_SIZE], args.records[of_plane + PAGE_STRIDE],
+                     args.records[of_plane + SLOT_STRIDE])  # fmt: skip
+            unit, end_unit = args.records[of_plane + FIRST_UNIT] + thread, args.records[of_plane + END_UNIT]
+            head_units, unit_bytes = args.records[of_plane + HEAD_UNITS], args.records[of_plane + UNIT_BYTES]
+            head = int64(ptx.divide_u32(unit, head_units))
+            in_head = (unit - head * head_units) * unit_bytes
+            column = args.records[of_plane + BASE] + head * args.records[of_plane + HEAD_STRIDE] + in_head
+
         num_nodes, kept = args.num_nodes[request], args.accept_lens[request]
         first = load_index(args.qo_indptr, args.qo_indptr_words, request)
         last = load_index(args.qo_indptr, args.qo_indptr_words, request + 1)
@@ -124,17 +142,11 @@ def make_body(rows, moves):
             num_nodes, kept = int32(0), int32(0)
 
         if moves:
-            of_plane = int64(record) * RECORD_FIELDS
             if thread < kept:
-                sources[thread] = row_offset(args.records, of_plane, window[path[thread]])
-                targets[thread] = row_offset(args.records, of_plane, window[thread])
+                sources[thread] = row_offset(plane, window[path[thread]])
+                targets[thread] = row_offset(plane, window[thread])
             cuda.syncthreads()  # publishes the offsets
-            unit = args.records[of_plane + FIRST_UNIT] + thread
-            if unit < args.records[of_plane + END_UNIT]:
-                head_units, unit_bytes = args.records[of_plane + HEAD_UNITS], args.records[of_plane + UNIT_BYTES]
-                head = int64(ptx.divide_u32(unit, head_units))
-                in_head = (unit - head * head_units) * unit_bytes
-                column = args.records[of_plane + BASE] + head * args.records[of_plane + HEAD_STRIDE] + in_head
+            if unit < end_unit:
                 move_column(column, unit_bytes, sources, targets, kept)
 
         if record == 0:
@@ -185,11 +197,11 @@ def make_body(rows, moves):
 
 
 @cuda.jit(device=True)
-def row_offset(records, of_plane, slot):
+def row_offset(plane, slot):
     """Bytes from the plane's base to the row of a slot, int64."""
-    page_size = records[of_plane + PAGE_SIZE]
+    page_size, page_stride, slot_stride = plane
     page = int64(ptx.divide_u32(slot, page_size))
-    return page * records[of_plane + PAGE_STRIDE] + (int64(slot) - page * page_size) * records[of_plane + SLOT_STRIDE]
+    return page * page_stride + (int64(slot) - page * page_size) * slot_stride
 
 
 def make_move_column(rows):
