@@ -101,6 +101,7 @@ def compact(
     req_to_token: np.ndarray | None = None,
     req_pool_indices: np.ndarray | None = None,
     convention: str = "move",
+    max_nodes: int = MAX_NODES,
 ) -> Compaction:
     """The definition, in numpy.  Overwrites the planes and ``req_to_token``; everything else is only read.
 
@@ -125,6 +126,8 @@ def compact(
         or neither ("move" only).
     convention
         "move" or "keep".
+    max_nodes
+        A request with more nodes has BAD_WINDOW.
 
     Returns
     -------
@@ -157,7 +160,7 @@ def compact(
         n, m, prefix = int(num_nodes[b]), int(accept_lens[b]), int(prefix_lens[b])
         if n == 0:
             continue
-        if not (0 <= first <= last <= num_rows and 0 < n <= last - first):
+        if not (0 <= first <= last <= num_rows and 0 < n <= min(last - first, max_nodes)):
             made.flags[b] = CompactFlag.BAD_WINDOW
             continue
         if not 1 <= m <= min(n, accept_nodes.shape[1]):

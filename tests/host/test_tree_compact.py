@@ -272,6 +272,8 @@ def test_the_flags_of_the_definition():
         (np.zeros(8, np.float32), "token", 4),
         (np.zeros((1, 1, 1, 16), np.uint8), "page", 16),
         (np.zeros((8, 17), np.uint8)[:, 1:], "token", 1),
+        (np.zeros((8, 32), np.uint8)[:, :20], "token", 4),
+        (np.zeros((8, 32), np.uint8)[:, 4:20], "token", 4),
     ],
 )
 def test_the_widest_unit_that_fits_is_taken(array, layout, unit):
