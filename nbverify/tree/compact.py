@@ -329,6 +329,8 @@ class CompactPlan:
             for name, (value, dtypes, shape) in shapes.items()
             if value is not None
         }
+        if "req_to_token" in infos and 0 in infos["req_to_token"].shape:
+            raise ArgumentError("req_to_token", "rows and columns", list(infos["req_to_token"].shape))
         num_rows = infos["out_cache_loc"].shape[0]
         if freed_slots is not None:
             infos["freed_slots"] = check_array("freed_slots", freed_slots, INDEX, (num_rows,), host=host)

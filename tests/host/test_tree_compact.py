@@ -191,6 +191,7 @@ REFUSED = {
     r"accept_lens: expected dtype int32, got int64": {"accept_lens": np.zeros(2, np.int64)},
     r"freed_slots: expected shape \[12\], got \[11\]": {"freed_slots": np.zeros(11, np.int32)},
     r"req_to_token: expected an array in C order": {"req_to_token": np.zeros((50, 5), np.int32).T},
+    r"req_to_token: expected rows and columns, got \[5, 0\]": {"req_to_token": np.zeros((5, 0), np.int32)},
     "freed_slots, freed_counts: expected both or neither, got only freed_counts": {"freed_slots": None},
     "req_to_token, req_pool_indices: expected both or neither, got only req_to_token": {"req_pool_indices": None},
     r"freed_slots: expected memory of its own \(it is written while out_cache_loc is used\)": {

@@ -290,6 +290,7 @@ FAULTS = {
     "node past the tree": (_set("accept_nodes", (1, 2), 6), CompactFlag.BAD_NODE),
     "a node twice": (_set("accept_nodes", (1, 2), 4), CompactFlag.DUPLICATE_NODE),
     "negative prefix": (_set("prefix_lens", 1, -1), CompactFlag.BAD_PREFIX),
+    "prefix at the end of 64 bits": (_set("prefix_lens", 1, 2**63 - 2), CompactFlag.BAD_PREFIX),
     "no room in the table": (_set("prefix_lens", 1, 18), CompactFlag.BAD_PREFIX),
     "no row of the table": (_set("req_pool_indices", 1, 3), CompactFlag.BAD_PREFIX),
     "negative row of the table": (_set("req_pool_indices", 1, -1), CompactFlag.BAD_PREFIX),
@@ -310,7 +311,8 @@ def test_a_bad_request_is_left_alone_and_so_are_its_neighbours(dev, fault, conve
         "req_to_token": np.zeros((3, 20), np.int32),
         "req_pool_indices": np.array([2, 0, 1]),
     }
-    pool = Pool({"k": rng.integers(0, 1 << 16, (40, 16), dtype=np.uint16)}, [("k", whole, "token")])
+    pool = Pool({"k": rng.integers(0, 1 << 16, (40, 16), dtype=np.uint16), "longer": np.arange(48, dtype=np.uint8)})
+    pool.views = [("longer", whole, "token"), ("k", whole, "token")]
     spoil, flag = FAULTS[fault]
     arrays = {name: value.copy() for name, value in sound.items()}
     spoil(arrays)

@@ -84,13 +84,6 @@ def make_body(rows, moves):
 
         # The plane's numbers first: they are on their way while the request is looked at.
         of_plane = int64(record) * RECORD_FIELDS
-        plane, unit, end_unit, unit_bytes, column = (
-            (int64(1), int64(0), int64(0)),
-            int64(0),
-            int64(0),
-            int64(0),
-            int64(0),
-        )
         if moves:
             plane = (args.records[of_plane + PAGE_SIZE], args.records[of_plane + PAGE_STRIDE],
                      args.records[of_plane + SLOT_STRIDE])  # fmt: skip
@@ -150,11 +143,11 @@ def make_body(rows, moves):
                 move_column(column, unit_bytes, sources, targets, kept)
 
         if record == 0:
-            has_table, has_freed = args.req_to_token.size > 0, args.freed_slots.size > 0
+            has_table, has_freed = args.req_to_token.size > 0, args.freed_counts.size > 0
             prefix = load_index(args.prefix_lens, args.prefix_lens_words, request)
             place = int64(0)  # of the first kept slot in the table
             if kept > 0:
-                has_room = prefix >= 0 and prefix + kept <= args.max_context
+                has_room = prefix >= 0 and prefix <= args.max_context - kept  # no sum that could wrap
                 if has_table:
                     row = load_index(args.req_pool_indices, args.req_pool_indices_words, request)
                     has_room = has_room and row >= 0 and row < args.num_table_rows
