@@ -705,6 +705,8 @@ PTX_TWINS: dict[str, Twin] = {
     "multiply_f16x2": multiply_f16x2,
     "divide_u32": lambda dividend, divisor: uint32(_address32(dividend) // _address32(divisor)),
     "divide_u64": lambda dividend, divisor: uint64(int(dividend) // int(divisor)),
+    "load_global_u8": lambda address: uint32(_global("load_global_u8", address, 1, 1)[0]),
+    "store_global_u8": _store("store_global_u8", _writable_global, np.uint8, 1),
     "load_global_v2_f32_if": _load_if("load_global_v2_f32_if", 2),
     "load_global_v4_f32_if": _load_if("load_global_v4_f32_if", 4),
     "prefetch_l2": prefetch_l2,

@@ -452,6 +452,9 @@ def memory(args):
     swapped = ptx.load_shared_v2_u64(next_lane + 1024)
     args.out_halves[2 * i], args.out_halves[2 * i + 1] = swapped[1], swapped[0]
     args.out_plain[i] = ptx.load_global_u32(ptx.global_address(args.words, 4 * i + 3))
+    # Bytes of a word change places, and the word beside them stays.
+    byte = ptx.global_address(args.out_bytes, 0) + uint64(8 * (i // 4) + i % 4)
+    ptx.store_global_u8(byte, ptx.load_global_u8(ptx.global_address(args.words, i // 4) + uint64(3 - i % 4)) | 0xABC00)
     two = ptx.load_global_v2_f32(ptx.global_address(args.floats, 2 * i))
     # Lanes that read nothing have an address that is far outside.
     far = ptx.global_address(args.floats, 4 * i if i % 2 else 1 << 50)
@@ -471,6 +474,7 @@ def memory_arrays(rng):
         "out_word": np.zeros(32, np.uint32),
         "out_plain": np.zeros(32, np.uint32),
         "out_halves": np.zeros(64, np.uint64),
+        "out_bytes": np.full(16, 0xA5A5A5A5, np.uint32),
         "out_pair": np.full(64, np.nan, np.float32),
         "out_pair_if": np.full(64, np.nan, np.float32),
         **floats,
@@ -486,6 +490,9 @@ def check_memory(before, after):
     halves = np.roll(before["floats"].view(np.uint64).reshape(32, 2), -1, 0)
     np.testing.assert_array_equal(after["out_halves"].reshape(32, 2), halves[:, ::-1])
     np.testing.assert_array_equal(after["out_pair"].reshape(32, 2), [(31 - i, 1) for i in range(32)])
+    reversed_bytes = np.full((8, 2), 0xA5A5A5A5, np.uint32)
+    reversed_bytes[:, 0] = before["words"][:8].byteswap()
+    np.testing.assert_array_equal(after["out_bytes"].reshape(8, 2), reversed_bytes)
     odd = (np.arange(32) % 2)[:, None]
     np.testing.assert_array_equal(
         after["out_if"].reshape(32, 4), floats * odd + np.tile(before["floats"][:64].reshape(32, 2), 2)
@@ -903,6 +910,8 @@ CASES = [
             "ld.shared.v2.u64": 2,
             "st.shared.v2.u64": 1,
             "ld.global.u32": 1,
+            "ld.global.u8": 1,
+            "st.global.u8": 1,
             "prefetch.global.L2": 1,
         },
         shared_bytes=1536,

@@ -1,0 +1,3 @@
+"""Compaction of accepted KV."""
+
+from support.tree_compact import *  # noqa: F403
