@@ -740,5 +740,5 @@ PTX_TWINS: dict[str, Twin] = {
 
 
 def twins_of(ptx: Any) -> dict[int, Twin]:
-    """The twins of what the module ``kernels/ptx.py`` has, by id."""
+    """The twins of what a module such as ``kernels/ptx.py`` has, by id."""
     return {id(getattr(ptx, name)): twin for name, twin in PTX_TWINS.items() if hasattr(ptx, name)}

@@ -4,8 +4,7 @@ An index buffer reaches a kernel as an array of 32-bit words and a width flag, `
 (little endian).  The flag is the same for all threads, so the branch costs a predicate and no divergence.
 """
 
-import numpy as np
-from numba import cuda, int32, int64, uint32, uint64
+from numba import cuda, int64, uint32, uint64
 
 LOW_WORD = 0xFFFFFFFF
 
@@ -17,15 +16,6 @@ def load_index(array, words, i):
         return int64(array[i])
     low = int64(array[2 * i]) & LOW_WORD
     return (int64(array[2 * i + 1]) << 32) | low
-
-
-@cuda.jit(device=True)
-def store_index(array, words, i, value):
-    """Entry ``i`` of an index buffer becomes ``value``, which fits its width; one store, so that none is ever torn."""
-    if words == 1:
-        array[i] = int32(value)
-    else:
-        array.view(np.int64)[i] = int64(value)
 
 
 @cuda.jit(device=True, forceinline=True)

@@ -417,12 +417,6 @@ def load_global_u32(typingctx, address):
 
 
 @intrinsic
-def load_global_u8(typingctx, address):
-    """1 byte: global -> u32, the upper bits 0."""
-    return _emit("ld.global.u8 $0, [$1];", u32, (address, u64))
-
-
-@intrinsic
 def load_global_v4_u32(typingctx, address):
     """16 bytes, 16-byte aligned: global -> u32[4].
 
@@ -471,12 +465,6 @@ def load_global_v2_f32(typingctx, address):
 def store_global_u32(typingctx, address, value):
     """4 bytes, 4-byte aligned: global, u32.  A pair of an mma result, rounded."""
     return _emit("st.global.u32 [$0], $1;", types.void, (address, u64), (value, u32))
-
-
-@intrinsic
-def store_global_u8(typingctx, address, value):
-    """1 byte: global, the low bits of a u32."""
-    return _emit("st.global.u8 [$0], $1;", types.void, (address, u64), (value, u32))
 
 
 @intrinsic

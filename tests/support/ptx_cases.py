@@ -19,6 +19,7 @@ from nbverify import compile as nbc
 from nbverify.contract import Parameter
 from nbverify.emulator import Emulator
 from nbverify.kernels import formats, ptx
+from nbverify.tree.kernels.memory import load_global_u8, store_global_u8
 
 EPS = float(np.finfo(np.float32).eps)
 CANONICAL_NAN = 0x7FFF  # of both 16-bit types
@@ -454,7 +455,7 @@ def memory(args):
     args.out_plain[i] = ptx.load_global_u32(ptx.global_address(args.words, 4 * i + 3))
     # Bytes of a word change places, and the word beside them stays.
     byte = ptx.global_address(args.out_bytes, 0) + uint64(8 * (i // 4) + i % 4)
-    ptx.store_global_u8(byte, ptx.load_global_u8(ptx.global_address(args.words, i // 4) + uint64(3 - i % 4)) | 0xABC00)
+    store_global_u8(byte, load_global_u8(ptx.global_address(args.words, i // 4) + uint64(3 - i % 4)) | 0xABC00)
     two = ptx.load_global_v2_f32(ptx.global_address(args.floats, 2 * i))
     # Lanes that read nothing have an address that is far outside.
     far = ptx.global_address(args.floats, 4 * i if i % 2 else 1 << 50)

@@ -29,7 +29,8 @@ from numba import cuda, int32, int64
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import FULL_WARP, WARP
-from nbverify.kernels.indices import load_index, store_index
+from nbverify.kernels.indices import load_index
+from nbverify.tree.kernels.memory import store_index
 from nbverify.tree.kernels.records import ENTRIES_PER_THREAD, INDICES_THREADS, IndexFlag
 
 OK, BAD_ROW, BAD_LENGTH, CUT = (int(flag) for flag in IndexFlag)

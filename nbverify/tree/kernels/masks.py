@@ -45,21 +45,12 @@ from numba import cuda, int32, int64, uint8, uint32
 from nbverify.kernels.geometry import FULL_WARP, WARP
 from nbverify.kernels.indices import load_index
 from nbverify.spec import Mask
+from nbverify.tree.kernels.memory import store_index
 
 STEPS_SHIFT = 16
 ANCESTOR = 0xFFFF
 ENDED = ANCESTOR  # in place of an ancestor: the steps went past the root
 NO_PARENT = -2  # that of a column without a node: nobody's
-
-
-@cuda.jit(device=True)
-def store_index(array, words, i, value):
-    """Entry ``i`` of an index buffer; int32 buffers take the low half."""
-    if words == 1:
-        array[i] = int32(value)
-    else:
-        array[2 * i] = int32(value)
-        array[2 * i + 1] = int32(value >> 32)
 
 
 @cuda.jit(device=True)
