@@ -250,9 +250,7 @@ def largest_logit(logits: NDArray) -> tuple[int, bool]:
     return int(np.argmax(numbers)), bool(has_nan.any() or numbers.max() == -np.inf)
 
 
-def draw_token(
-    logits: NDArray, temperature: np.float32, top_k: int, top_p: np.float32, bits: int
-) -> tuple[int, bool]:
+def draw_token(logits: NDArray, temperature: np.float32, top_k: int, top_p: np.float32, bits: int) -> tuple[int, bool]:
     """A draw from the target's distribution, made from 64 random bits, and whether the row is bad.
 
     The order is that of SGLang's verify (softmax of logits / temperature, then ``top_k_renorm_prob``, then
@@ -276,22 +274,31 @@ def draw_token(
     2^-40 of the largest is never drawn, and any other has its probability up to the rounding of float32.
     """
     token, is_bad = largest_logit(logits)
-    values = logits.astype(np.float32)
-    if temperature == 0 or top_k == 1 or not values[token] > -np.inf:
+    amounts = kept_weights(logits, temperature, top_k, top_p)
+    if amounts is None:
         return token, is_bad
-    values = np.where(np.isnan(values), np.float32(-np.inf), values)
-    keys, amounts = order_keys(values), weights(values, values[token], temperature)
-    kept = np.ones(len(values), bool)
-    if 0 < top_k < len(values):
-        kept = _sum_above(keys, np.ones_like(amounts)) < top_k
-    if top_p < 1:
-        total = int(amounts[kept].sum())
-        numerator = int(np.float32(top_p) * np.float32(1 << TOP_P_BITS))
-        share = max(total * numerator >> TOP_P_BITS, 1)
-        kept &= _sum_above(keys, np.where(kept, amounts, 0)) < share
-    amounts = np.where(kept, amounts, 0)
     left = bits * int(amounts.sum()) >> 64
     return int(np.searchsorted(np.cumsum(amounts), left, side="right")), is_bad
+
+
+def kept_weights(logits: NDArray, temperature: np.float32, top_k: int, top_p: np.float32) -> NDArray[np.int64] | None:
+    """The distribution that :func:`draw_token` draws from: ``[V]`` int64, in proportion to the probabilities.
+
+    None where nothing is drawn: temperature 0, top_k 1, or nothing above -inf.
+    """
+    token, _ = largest_logit(logits)
+    values = logits.astype(np.float32)
+    if temperature == 0 or top_k == 1 or not values[token] > -np.inf:
+        return None
+    values = np.where(np.isnan(values), np.float32(-np.inf), values)
+    keys, amounts = order_keys(values), weights(values, values[token], temperature)
+    if 0 < top_k < len(values):
+        amounts = np.where(_sum_above(keys, np.ones_like(amounts)) < top_k, amounts, 0)
+    if top_p < 1:
+        numerator = int(np.float32(top_p) * np.float32(1 << TOP_P_BITS))
+        share = max(int(amounts.sum()) * numerator >> TOP_P_BITS, 1)
+        amounts = np.where(_sum_above(keys, amounts) < share, amounts, 0)
+    return amounts
 
 
 def weights(values: NDArray[np.float32], largest: np.float32, temperature: np.float32) -> NDArray[np.int64]:
@@ -299,8 +306,8 @@ def weights(values: NDArray[np.float32], largest: np.float32, temperature: np.fl
 
     Each float32 operation is rounded by itself and none is fused, here and in the kernel, so both have the same bits.
     """
-    scale = np.float32(LOG2_E) / np.float32(temperature)
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):  # infinite logits, and temperatures near 0
+        scale = np.float32(LOG2_E) / np.float32(temperature)
         x = (values - largest) * scale
     is_counted = x > np.float32(LEAST_EXPONENT)
     x = np.where(is_counted, x, np.float32(0))
@@ -525,7 +532,9 @@ class AcceptPlan:
             raise ArgumentError("logits", f"at most max_requests * max_nodes = {most} rows", info.shape[0])
         row_stride, step = info.strides
         if (info.shape[1] > 1 and step != 1) or (info.shape[0] > 1 and row_stride < info.shape[1]):
-            raise ArgumentError("logits", "rows that do not overlap, of neighbouring elements", f"strides {info.strides}")
+            raise ArgumentError(
+                "logits", "rows that do not overlap, of neighbouring elements", f"strides {info.strides}"
+            )
         return info
 
     def _stages(self, batch: int, *, from_logits: bool) -> list[tuple[Stage, int]]:

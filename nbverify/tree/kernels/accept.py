@@ -59,18 +59,21 @@ def make_open_tree(max_nodes, threads):
             flag = int32(ROWS)
         count = int32(n) if flag == OK else int32(0)
 
-        bad_root, bad_parent, unordered = False, False, False
+        bad_root, bad_parent, unordered, lost = int32(0), int32(0), int32(0), int32(0)
         j = thread
         while j < count:
             parent = args.parents[int64(b) * max_nodes + j]
             parents[j] = parent
             if j == 0:
-                bad_root = parent != NO_NODE
                 jumps[j] = int32(0)
+                if parent != NO_NODE:
+                    bad_root = int32(1)
             else:
-                bad_parent = bad_parent or parent < 0 or parent >= count or parent == j
-                unordered = unordered or parent > j
                 jumps[j] = parent
+                if parent < 0 or parent >= count or parent == j:
+                    bad_parent = int32(1)
+                if parent > j:
+                    unordered = int32(1)
             j = int32(j + threads)
         # Barriers that also publish parents and jumps.  All threads get the same answers, so all take the same way.
         any_bad_root = cuda.syncthreads_or(bad_root)
@@ -88,10 +91,10 @@ def make_open_tree(max_nodes, threads):
                     j = int32(j + threads)
                 cuda.syncthreads()  # publishes this round to the next, and ends its reads
                 source, target = target, source
-            lost = False
             j = thread
             while j < count:
-                lost = lost or jumps[source + j] != 0
+                if jumps[source + j] != 0:
+                    lost = int32(1)
                 j = int32(j + threads)
             if cuda.syncthreads_or(lost):
                 flag = int32(CYCLE)

@@ -288,4 +288,3 @@ def make_draw(logits_dtype, threads):
         return token, is_bad
 
     return draw
-

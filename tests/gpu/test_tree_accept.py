@@ -1,0 +1,3 @@
+"""Acceptance on the device."""
+
+from support.tree_accept import *  # noqa: F403
