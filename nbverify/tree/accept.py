@@ -27,6 +27,9 @@ from nbverify.errors import ArgumentError
 from nbverify.stages import Runner, Stage, StageCall, array, check_array, index_array, open_runner, scalar
 from nbverify.tree.kernels.accept_rules import (
     ALL_BITS,
+    ARGMAX_BLOCKS_PER_SM,
+    ARGMAX_THREADS,
+    BINS,
     EXP2,
     LEAST_EXPONENT,
     LOG2_E,
@@ -38,6 +41,7 @@ from nbverify.tree.kernels.accept_rules import (
     PHILOX_MULTIPLIERS,
     PHILOX_ROUNDS,
     SIGN,
+    SPLITS,
     TOP_P_BITS,
     WEIGHT_BITS,
     AcceptFlag,
@@ -46,7 +50,7 @@ from nbverify.tree.kernels.accept_rules import (
 __all__ = ["AcceptFlag", "AcceptPlan", "Accepted", "BoundAccept", "accept_greedy", "accept_sampled", "draw_token"]
 
 MAX_NODES = 1024
-MAX_SEEN_NODES = 1 << 31  # rows are counted in int32
+MAX_REQUESTS = 8192  # whose sums of rows are in a block's shared memory
 LOGITS_DTYPES = {  # what a buffer of that type may be labelled as
     "float32": ("float32",),
     "bfloat16": ("bfloat16", "uint16", "int16"),
@@ -184,7 +188,7 @@ def _walk(
     num_nodes, qo_indptr = np.asarray(num_nodes), np.asarray(qo_indptr)
     if parents.ndim != 2 or parents.shape != node_tokens.shape:
         raise ArgumentError("parents", f"shape [B, N], as node_tokens {list(node_tokens.shape)}", list(parents.shape))
-    batch, max_nodes = parents.shape
+    batch = len(parents)
     for name, found, shape in (("num_nodes", num_nodes, (batch,)), ("qo_indptr", qo_indptr, (batch + 1,))):
         if found.shape != shape:
             raise ArgumentError(name, f"shape {list(shape)}", list(found.shape))
@@ -304,7 +308,7 @@ def kept_weights(logits: NDArray, temperature: np.float32, top_k: int, top_p: np
 def weights(values: NDArray[np.float32], largest: np.float32, temperature: np.float32) -> NDArray[np.int64]:
     """``2^((value - largest) / temperature * log2 e)`` in units of 2^-40, rounded down: 0 to 2^40.
 
-    Each float32 operation is rounded by itself and none is fused, here and in the kernel, so both have the same bits.
+    Each float32 operation is rounded by itself, none is fused, here and in the kernel: both have the same bits.
     """
     with np.errstate(invalid="ignore", over="ignore"):  # infinite logits, and temperatures near 0
         scale = np.float32(LOG2_E) / np.float32(temperature)
@@ -338,7 +342,7 @@ def random_bits(seed: int, position: int) -> int:
     """64 bits of Philox4x32-10 with the key ``seed`` and the counter ``position``, both taken modulo 2^64."""
     low = ALL_BITS
     key_0, key_1 = seed & low, seed >> 32 & low
-    a, b, c, d = philox(((position & low), position >> 32 & low, 0, 0), (key_0, key_1))
+    a, b, _, _ = philox(((position & low), position >> 32 & low, 0, 0), (key_0, key_1))
     return b << 32 | a
 
 
@@ -364,8 +368,6 @@ LOGITS_LAYOUT = (scalar("row_stride"), scalar("vocab"))
 SAMPLING = (array("temperatures", "float32"), array("top_ks", "int32"), array("top_ps", "float32"),
             array("seeds", "int64"), *index_array("prefix_lens"))  # fmt: skip
 WARP, GREEDY_THREADS, SAMPLED_THREADS = 32, 256, 512
-ARGMAX_THREADS, ARGMAX_BLOCKS_PER_SM, SPLITS = 256, 4, 16
-BINS = 16  # sums of a thread in sampling.py, 8 bytes each
 
 
 def _threads_for(items: int, least: int, most: int) -> int:
@@ -406,7 +408,7 @@ class AcceptPlan:
         device: int | str | Emulator | Runner | None = None,
     ):
         _check_range("max_nodes", max_nodes, 1, MAX_NODES)
-        _check_range("max_requests", max_requests, 1, (MAX_SEEN_NODES - 1) // (MAX_NODES * SPLITS))
+        _check_range("max_requests", max_requests, 1, MAX_REQUESTS)
         _check_range("max_depth", max_depth, 0, MAX_NODES - 1)
         if vocab_size is not None:
             _check_range("vocab_size", vocab_size, 1, MAX_VOCAB)
@@ -542,13 +544,15 @@ class AcceptPlan:
         bits = array("logits", "float32" if self.logits_dtype == "float32" else "uint16")
         sizes = {"max_nodes": self.max_nodes, "max_depth": self.max_depth}
         if self.sampled:
-            assert self.vocab_size is not None
-            threads = _threads_for(self.vocab_size // 4, 2 * WARP, SAMPLED_THREADS)
+            threads = _threads_for((self.vocab_size or 0) // 4, 2 * WARP, SAMPLED_THREADS)
             stage = Stage(
-                "accept_sampled", f"{KERNELS}.accept_sampled", (*TREE, *RESULT, bits, *LOGITS_LAYOUT, *SAMPLING), threads,
+                "accept_sampled",
+                f"{KERNELS}.accept_sampled",
+                (*TREE, *RESULT, bits, *LOGITS_LAYOUT, *SAMPLING),
+                threads,
                 shared_bytes=8 * BINS * threads,
                 constants={**sizes, "threads": threads, "logits_dtype": self.logits_dtype},
-            )  # fmt: skip
+            )
             return [(stage, batch)]
         threads = _threads_for(self.max_nodes, WARP, GREEDY_THREADS)
         constants = {**sizes, "threads": threads, "splits": SPLITS if from_logits else 0}

@@ -5,6 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from support.tree_accept import B19, random_request
 
 from nbverify.errors import ArgumentError
 from nbverify.tree.accept import (
@@ -18,7 +19,6 @@ from nbverify.tree.accept import (
     philox,
     random_bits,
 )
-from support.tree_accept import B19, random_request
 
 F32 = np.float32
 

@@ -374,7 +374,7 @@ def test_replays_draw_anew_as_the_text_grows_and_alone_as_in_a_batch(dev):
 
 def test_the_distribution_of_a_device(dev):
     """Chi-square of the first token: 7 degrees of freedom, a bound that is passed once in 30,000."""
-    draws, vocab = (20_000, 8) if dev.is_gpu else (250, 8)
+    draws, vocab = (8_000, 8) if dev.is_gpu else (250, 8)
     rng = np.random.default_rng(15)
     plan = plan_for(dev, max_requests=draws, max_nodes=1, max_depth=0, vocab_size=vocab, sampled=True)
     batch = Batch(rng, [1] * draws, 1)
@@ -409,7 +409,7 @@ def test_wrong_arguments_are_named_before_a_launch(dev):
     for name, (value, message) in wrong.items():
         with pytest.raises(ArgumentError, match=f"^{name}: expected {message}"):
             plan.bind(**{**given, name: dev.upload(value)})
-    with pytest.raises(ArgumentError, match="^parents: expected at most max_requests = 8 rows, got 9"):
+    with pytest.raises(ArgumentError, match=r"^parents: expected at most max_requests = 8 rows, got 9"):
         plan.bind(**{**given, "parents": dev.upload(np.zeros((9, 12), np.int32))})
     for extra, message in (
         ({"target_tokens": None}, "^logits: expected either target_tokens or logits, got neither"),
@@ -437,5 +437,5 @@ def test_wrong_logits_are_named(dev):
     if not dev.is_gpu:
         frozen = np.zeros(2, np.int32)
         frozen.flags.writeable = False
-        with pytest.raises(ArgumentError, match="^flags: expected an array that may be written"):
+        with pytest.raises(ArgumentError, match=r"^flags: expected an array that may be written"):
             plan.bind(**{**given, "flags": frozen})

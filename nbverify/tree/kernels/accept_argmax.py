@@ -18,16 +18,15 @@ Traffic  the logits once, in 16-byte loads, four in flight a lane; S * 8 bytes a
 Numerics comparisons only, so any order gives the same token.
 """
 
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, int32, int64, uint32
 
 from nbverify.kernels.geometry import FULL_WARP, WARP
 from nbverify.kernels.indices import load_index
 from nbverify.kernels.schedule import inclusive_scan
+from nbverify.tree.kernels.accept_rules import ARGMAX_THREADS as THREADS
+from nbverify.tree.kernels.accept_rules import SPLITS
 from nbverify.tree.kernels.logit_rows import MINUS_INF, NOTHING, Best, key_of, make_open_row, make_scan, visit_best
 
-THREADS = 256
-BLOCKS_PER_SM = 4
-SPLITS = 16
 TOKEN_BITS = 30
 LAST_TOKEN = (1 << TOKEN_BITS) - 1
 

@@ -50,3 +50,9 @@ TOP_P_BITS = 24  # of top_p as a fraction
 PHILOX_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 PHILOX_INCREMENTS = 0x9E3779B9, 0xBB67AE85
 PHILOX_ROUNDS = 10
+
+# What the plan allocates and launches for them.
+SPLITS = 16  # parts of a row, each of them read by a warp
+ARGMAX_THREADS, ARGMAX_BLOCKS_PER_SM = 256, 4
+DIGIT_BITS = 4
+BINS = 1 << DIGIT_BITS  # sums of a thread that draws, 8 bytes each

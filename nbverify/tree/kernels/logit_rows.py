@@ -1,9 +1,10 @@
 """Rows of logits: their numbers in order, as keys, and a walk over them in 16-byte loads.
 
 A row starts anywhere (the row stride is free), so its *windows* are the aligned 16 bytes that hold a part of it: 4
-elements of float32, 8 of a 16-bit type.  Window w holds elements ``w * per_window - lead`` and on, where ``lead`` is how
-many elements the first window has before the row.  A window that lies in the row as a whole is one load, and four are
-in flight at once; of the two at the ends the elements are loaded one by one, so that nothing outside the row is read.
+elements of float32, 8 of a 16-bit type.  Window w holds elements ``w * per_window - lead`` and on, where ``lead`` is
+how many elements the first window has before the row.  A window that lies in the row as a whole is one load, and four
+are in flight at once; of the two at the ends the elements are loaded one by one, so that nothing outside the row is
+read.
 
 What is done with an element is the factory's argument: ``visit(value, token, acc, state) -> acc``.  Values come as
 float32 (widening is exact), a NaN as what it is.

@@ -33,6 +33,8 @@ from nbverify.kernels.geometry import FULL_WARP, WARP
 from nbverify.tree.kernels.accept_argmax import best_of_warp, better, pack, token_of
 from nbverify.tree.kernels.accept_rules import (
     ALL_BITS,
+    BINS,
+    DIGIT_BITS,
     EXP2,
     LEAST_EXPONENT,
     LOG2_E,
@@ -54,8 +56,6 @@ from nbverify.tree.kernels.logit_rows import (
     visit_best,
 )
 
-DIGIT_BITS = 4
-BINS = 1 << DIGIT_BITS
 # Passes: a bfloat16 is the upper 16 bits of its float32, a float16 has 10 bits of mantissa after 9 of a float32's.
 DIGITS = {"float32": 8, "bfloat16": 4, "float16": 5}
 E0, E1, E2, E3, E4, E5, E6 = (float32(c) for c in EXP2)
