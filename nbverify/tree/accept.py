@@ -308,7 +308,7 @@ def kept_weights(logits: NDArray, temperature: np.float32, top_k: int, top_p: np
 def weights(values: NDArray[np.float32], largest: np.float32, temperature: np.float32) -> NDArray[np.int64]:
     """``2^((value - largest) / temperature * log2 e)`` in units of 2^-40, rounded down: 0 to 2^40.
 
-    Each float32 operation is rounded by itself, none is fused, here and in the kernel: both have the same bits.
+    Each float32 operation is rounded by itself and none is fused, here and in the kernel: so both have the same bits.
     """
     with np.errstate(invalid="ignore", over="ignore"):  # infinite logits, and temperatures near 0
         scale = np.float32(LOG2_E) / np.float32(temperature)
@@ -356,7 +356,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
     return a, b, c, d
 
 
-# --------------------------------------------------------------------------------------------------------- on the device
+    Every float32 operation is rounded by itself, none is fused, here and in the kernel: they have the same bits.
 
 KERNELS = "nbverify.tree.kernels"
 TREE = (array("num_nodes", "int32"), array("parents", "int32"), array("node_tokens", "int64"),

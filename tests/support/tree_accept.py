@@ -14,7 +14,7 @@ B19 = {
 }
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 OUTPUTS = ("accept_nodes", "accept_lens", "bonus_tokens", "flags", "accept_index", "predict")
-POISON = 0x5A5A5A5A
+POISON = -0x5A5A5A5A
 _plans: dict = {}
 
 
