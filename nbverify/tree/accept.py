@@ -356,7 +356,7 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
     return a, b, c, d
 
 
-    Every float32 operation is rounded by itself, none is fused, here and in the kernel: they have the same bits.
+# -------------------------------------------------------------------------------------------------------- on the device
 
 KERNELS = "nbverify.tree.kernels"
 TREE = (array("num_nodes", "int32"), array("parents", "int32"), array("node_tokens", "int64"),
