@@ -173,6 +173,15 @@ def test_a_chain_is_a_tree_and_ends_at_max_depth(dev):
     assert want.accept_lens.tolist() == [5, 2, 5]
 
 
+def test_a_chain_listed_backwards_is_no_circle(dev):
+    """34 nodes: as many rounds of jumps as there are, no fewer."""
+    plan = plan_for(dev, max_requests=1, max_nodes=34, max_depth=33)
+    batch = Batch(np.random.default_rng(6), [34], 34)
+    batch.parents[0] = [-1, *range(2, 34), 0]
+    batch.node_tokens[:], batch.target_tokens[:] = 1, 1
+    assert check_greedy(dev, batch, plan).accept_lens.tolist() == [34]
+
+
 def test_static_buffers_serve_changing_batches(dev):
     plan = plan_for(dev, max_requests=8, max_nodes=12, max_depth=4)
     rng = np.random.default_rng(7)
