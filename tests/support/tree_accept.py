@@ -245,23 +245,39 @@ def test_logits_of_any_dtype_and_length(dev, dtype, vocab):
         check_greedy(dev, batch, plan, batch.logits(rng, vocab, dtype))
 
 
+def check_strided(dev, batch, plan, logits, stride, offset):
+    """Rows that far apart; what lies between and around them is larger than any logit, or NaN."""
+    num_rows, vocab = logits.shape
+    storage = np.full(offset + num_rows * stride, np.inf, logits.dtype)
+    rows = storage[offset:].reshape(num_rows, stride)
+    rows[:, :vocab], rows[:, -1] = logits, np.nan
+    on_device = dev.upload(storage)[offset:].reshape(num_rows, stride)[:, :vocab]
+    inputs = {name: dev.upload(array) for name, array in batch.tree.items()}
+    outputs = OnDevice(dev, plan, {**batch.tree, "logits": logits}, num_rows).outputs
+    plan.bind(**inputs, logits=on_device, **outputs).launch()
+    got = {name: dev.download(array) for name, array in outputs.items()}
+    check(got, accept_greedy(**batch.tree, logits=logits, max_depth=plan.max_depth), batch.qo_indptr)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_at_any_stride_and_start(dev, dtype):
-    """No two rows aligned alike; what lies between and around them is larger than any logit, and NaN."""
     vocab, rng = 77, np.random.default_rng(3)
     plan = plan_for(dev, max_requests=4, max_nodes=6, max_depth=4, vocab_size=vocab, logits_dtype=dtype)
     batch = Batch(rng, [4, 1], 6)
     logits = batch.logits(rng, vocab, dtype)
-    for stride, offset in ((78, 0), (79, 1), (85, 3)):
-        storage = np.full(offset + len(logits) * stride, np.nan, logits.dtype)
-        storage[offset:].reshape(len(logits), stride)[:, :vocab] = logits
-        storage[offset:].reshape(len(logits), stride)[:, vocab:-1] = np.inf
-        on_device = dev.upload(storage)[offset:].reshape(len(logits), stride)[:, :vocab]
-        inputs = {name: dev.upload(array) for name, array in batch.tree.items()}
-        outputs = OnDevice(dev, plan, {**batch.tree, "logits": logits}, len(logits)).outputs
-        plan.bind(**inputs, logits=on_device, **outputs).launch()
-        got = {name: dev.download(array) for name, array in outputs.items()}
-        check(got, accept_greedy(**batch.tree, logits=logits, max_depth=4), batch.qo_indptr)
+    for stride, offset in ((79, 0), (80, 1), (85, 3)):
+        check_strided(dev, batch, plan, logits, stride, offset)
+
+
+@pytest.mark.parametrize("place", [0, 1, 9_000, -1])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_rows_with_their_loads_in_flight(dev, dtype, place):
+    """Long enough for four whole windows a lane in a split; the largest logit at the ends, and between."""
+    vocab, rng = 163_840 if dev.is_gpu else 9_001 if dtype == "float32" else 18_003, np.random.default_rng(3)
+    plan = plan_for(dev, max_requests=1, max_nodes=1, max_depth=1, vocab_size=vocab, logits_dtype=dtype)
+    logits = np.round(rng.normal(0, 1, (1, vocab)), 1).astype(np.float32)
+    logits[0, place] = 20
+    check_strided(dev, Batch(rng, [1], 1), plan, logits.astype(DTYPES[dtype]), vocab + 7, 3)
 
 
 def special_rows(vocab, dtype):
@@ -275,7 +291,7 @@ def special_rows(vocab, dtype):
     rows[5], rows[5, 4] = -np.inf, np.nan
     rows[6, [5, 9]] = np.inf
     rows[7] = -0.0
-    rows[7, 9] = 0.0
+    rows[7, 8] = 0.0
     rows[8] = -3.0
     rows[8, 11] = -2.5
     rows[9], rows[9, -1] = -np.inf, -60000.0
@@ -299,7 +315,7 @@ def test_logits_of_rows_that_are_not_there_are_not_read(dev):
     vocab, rng = 9, np.random.default_rng(2)
     plan = plan_for(dev, max_requests=12, max_nodes=6, max_depth=4, vocab_size=vocab)
     batch = Batch(rng, [1, 2, 1, 2, 1, 2], 6, index_dtype=np.int64)
-    batch.num_nodes[[0, 2]], batch.qo_indptr[4] = [7, -2], 2**40
+    batch.num_nodes[[0, 2]], batch.qo_indptr[4] = [-9, 7], 2**40
     want = check_greedy(dev, batch, plan, batch.logits(rng, vocab, "float32"))
     assert want.flags.tolist() == [AcceptFlag.NUM_NODES, 0, AcceptFlag.NUM_NODES, 0, AcceptFlag.ROWS, 0]
 
@@ -327,11 +343,11 @@ def test_draws_are_those_of_the_definition(dev, dtype, vocab):
 
 
 def test_draws_from_long_rows(dev):
-    """As long as no thread's share is one window; a real vocabulary on a GPU."""
-    vocab = 163_840 if dev.is_gpu else 2_500
+    """Long enough for four whole windows a thread; a real vocabulary on a GPU."""
+    vocab = 163_840 if dev.is_gpu else 9_001
     rng = np.random.default_rng(12)
     plan = plan_for(dev, max_requests=12, max_nodes=9, max_depth=4, vocab_size=vocab, sampled=True)
-    batch = Batch(rng, [3, 2] if not dev.is_gpu else [9] * 12, 9)
+    batch = Batch(rng, [9] * 12 if dev.is_gpu else [1], 9)
     logits = (rng.normal(0, 2, (len(batch.target_tokens), vocab))).astype(np.float32)
     settings = batch.sampling(rng, temperatures=0.8, top_ks=vocab // 3, top_ps=0.9)
     check_sampled(dev, batch, plan, logits, settings)
