@@ -4,8 +4,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from nbverify.arrays import stream_handle
 from nbverify.errors import ArgumentError
-from nbverify.tree.accept import AcceptFlag, AcceptPlan, accept_greedy, accept_sampled
+from nbverify.stages import open_runner
+from nbverify.tree.accept import AcceptFlag, AcceptPlan, accept_greedy, accept_sampled, draw_token, kept_weights
+from support import draw_probe
 
 B19 = {
     "parents": [-1, 0, 0, 1, 1, 2, 5],
@@ -340,6 +343,26 @@ def test_draws_are_those_of_the_definition(dev, dtype, vocab):
         want = check_sampled(dev, batch, plan, batch.logits(rng, vocab, dtype), batch.sampling(rng))
         accepted += int(want.accept_lens.sum() - (want.accept_lens > 0).sum())
     assert accepted > 4
+
+
+@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (9, 1.0), (0, 0.7), (12, 0.8)])
+def test_draws_change_at_exactly_the_bits_where_the_definition_s_do(dev, top_k, top_p):
+    """For each token the lowest bits that give it, and those just below: any wrong unit of a weight or sum shows."""
+    logits = np.random.default_rng(16).normal(0, 3, (1, 23)).astype(np.float32)
+    temperature, top_p = np.float32(1.3), np.float32(top_p)
+    amounts = kept_weights(logits[0], temperature, top_k, top_p)
+    total = int(amounts.sum())
+    firsts = [-(-(int(before) << 64) // total) for before in np.unique(np.cumsum(amounts) - amounts)]
+    bits = sorted({(first - below) % (1 << 64) for first in firsts for below in (0, 1)})
+    want = [draw_token(logits[0], temperature, top_k, top_p, bit)[0] for bit in bits]
+    assert len(set(want)) == np.count_nonzero(amounts) > 2
+
+    tokens = dev.upload(np.full(len(bits), -1))
+    buffers = {"logits": dev.upload(logits), "bits": dev.upload(np.array(bits, np.uint64).view(np.int64)),
+               "tokens": tokens}  # fmt: skip
+    numbers = {"row_stride": 23, "vocab": 23, "top_k": top_k, "temperature": temperature, "top_p": top_p}
+    open_runner(dev.device).bind(draw_probe.stage(), len(bits), buffers, numbers)(stream_handle(None))
+    assert dev.download(tokens).tolist() == want
 
 
 def test_draws_from_long_rows(dev):
