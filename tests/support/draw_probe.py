@@ -6,15 +6,14 @@ from nbverify.stages import Stage, array, scalar
 from nbverify.tree.kernels.accept_rules import BINS
 from nbverify.tree.kernels.sampling import make_draw
 
-PARAMETERS = (array("logits", "float32"), array("bits", "int64"), array("tokens", "int64"), scalar("row_stride"),
-              scalar("vocab"), scalar("top_k"), scalar("temperature", "float32"),
-              scalar("top_p", "float32"))  # fmt: skip
+PARAMETERS = (array("bits", "int64"), array("tokens", "int64"), scalar("row_stride"), scalar("vocab"), scalar("top_k"),
+              scalar("temperature", "float32"), scalar("top_p", "float32"))  # fmt: skip
 THREADS = 64
 
 
-def make_body():
+def make_body(logits_dtype):
     """``body(args)``."""
-    draw = make_draw("float32", THREADS)
+    draw = make_draw(logits_dtype, THREADS)
 
     def draw_probe(args):
         b = cuda.blockIdx.x
@@ -25,6 +24,8 @@ def make_body():
     return draw_probe
 
 
-def stage():
+def stage(logits_dtype):
     """It."""
-    return Stage("draw_probe", "tests.support.draw_probe", PARAMETERS, THREADS, shared_bytes=8 * BINS * THREADS)
+    logits = array("logits", "float32" if logits_dtype == "float32" else "uint16")
+    shared, constants = 8 * BINS * THREADS, {"logits_dtype": logits_dtype}
+    return Stage("draw_probe", "tests.support.draw_probe", (logits, *PARAMETERS), THREADS, shared, constants)

@@ -345,10 +345,14 @@ def test_draws_are_those_of_the_definition(dev, dtype, vocab):
     assert accepted > 4
 
 
-@pytest.mark.parametrize("top_k, top_p", [(0, 1.0), (9, 1.0), (0, 0.7), (12, 0.8)])
-def test_draws_change_at_exactly_the_bits_where_the_definition_s_do(dev, top_k, top_p):
+EXACT = [("float32", 3, 0, 1.0), ("float32", 3, 9, 1.0), ("float32", 3, 0, 0.7), ("float32", 3, 12, 0.8),
+         ("bfloat16", 0.3, 9, 0.9), ("float16", 0.01, 9, 0.9)]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, spread, top_k, top_p", EXACT)
+def test_draws_change_at_exactly_the_bits_where_the_definition_s_do(dev, dtype, spread, top_k, top_p):
     """For each token the lowest bits that give it, and those just below: any wrong unit of a weight or sum shows."""
-    logits = np.random.default_rng(16).normal(0, 3, (1, 23)).astype(np.float32)
+    logits = np.random.default_rng(16).normal(3, spread, (1, 23)).astype(DTYPES[dtype])
     logits[0, [4, 9, 15]] = np.nan, -np.inf, -np.nan
     temperature, top_p = np.float32(1.3), np.float32(top_p)
     amounts = kept_weights(logits[0], temperature, top_k, top_p)
@@ -362,7 +366,7 @@ def test_draws_change_at_exactly_the_bits_where_the_definition_s_do(dev, top_k, 
     buffers = {"logits": dev.upload(logits), "bits": dev.upload(np.array(bits, np.uint64).view(np.int64)),
                "tokens": tokens}  # fmt: skip
     numbers = {"row_stride": 23, "vocab": 23, "top_k": top_k, "temperature": temperature, "top_p": top_p}
-    open_runner(dev.device).bind(draw_probe.stage(), len(bits), buffers, numbers)(stream_handle(None))
+    open_runner(dev.device).bind(draw_probe.stage(dtype), len(bits), buffers, numbers)(stream_handle(None))
     assert dev.download(tokens).tolist() == want
 
 
