@@ -5,6 +5,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from nbverify.tree.kernels.accept_rules import LOG2_E
 from support.tree_accept import B19, random_request
 
 from nbverify.errors import ArgumentError
@@ -157,6 +158,16 @@ def test_what_top_k_and_top_p_keep_of_equals_and_in_which_order():
     assert np.flatnonzero(kept_weights(logits, F32(1), 0, F32(0.75))).tolist() == [0, 1, 2]
     assert np.flatnonzero(kept_weights(logits, F32(1), 2, F32(0.75))).tolist() == [0, 1]
     assert np.flatnonzero(kept_weights(logits, F32(1), 2, F32(0.6))).tolist() == [0]
+
+
+def test_draws_and_top_p_at_exact_bounds():
+    equal = np.zeros(4, F32)
+    assert [draw_token(equal, F32(1), 0, F32(1), k << 62)[0] for k in range(4)] == [0, 1, 2, 3]
+    assert [draw_token(equal, F32(1), 0, F32(1), (k << 62) - 1)[0] for k in range(1, 5)] == [0, 1, 2, 3]
+    halves = np.array([0, -1, -1], F32), F32(LOG2_E), 0  # weights 1, 1/2, 1/2: at this temperature a power of 2
+    assert (kept_weights(*halves, F32(1)) == np.array([2, 1, 1]) << 39).all()
+    assert np.flatnonzero(kept_weights(*halves, F32(0.5))).tolist() == [0]
+    assert np.flatnonzero(kept_weights(*halves, np.nextafter(F32(0.5), F32(1)))).tolist() == [0, 1, 2]
 
 
 def test_no_draw_where_there_is_no_choice():

@@ -345,8 +345,15 @@ def test_draws_are_those_of_the_definition(dev, dtype, vocab):
     assert accepted > 4
 
 
-EXACT = [("float32", 3, 0, 1.0), ("float32", 3, 9, 1.0), ("float32", 3, 0, 0.7), ("float32", 3, 12, 0.8),
-         ("bfloat16", 0.3, 9, 0.9), ("float16", 0.01, 9, 0.9)]  # fmt: skip
+SLOW = pytest.mark.slow
+EXACT = [
+    pytest.param("float32", 3, 0, 1.0, marks=SLOW),
+    pytest.param("float32", 3, 9, 1.0, marks=SLOW),
+    pytest.param("float32", 3, 0, 0.7, marks=SLOW),
+    ("float32", 3, 12, 0.8),
+    ("bfloat16", 0.3, 9, 0.9),
+    ("float16", 0.01, 9, 0.9),
+]
 
 
 @pytest.mark.parametrize("dtype, spread, top_k, top_p", EXACT)
@@ -381,7 +388,10 @@ def test_draws_from_long_rows(dev):
     check_sampled(dev, batch, plan, logits, settings)
 
 
-@pytest.mark.parametrize("fixed", [{}, {"top_ks": 4, "top_ps": 0.7}, {"top_ks": 1}], ids=["all", "filtered", "one"])
+FIXED = {"all": {}, "one": {"top_ks": 1}, "filtered": {"top_ks": 4, "top_ps": 0.7}}
+
+
+@pytest.mark.parametrize("fixed", [pytest.param(FIXED["filtered"], marks=SLOW), FIXED["one"], FIXED["all"]])
 def test_draws_from_special_rows(dev, fixed):
     vocab, rng = 64, np.random.default_rng(5)
     plan = plan_for(dev, max_requests=12, max_nodes=6, max_depth=4, vocab_size=vocab, sampled=True)
@@ -425,6 +435,7 @@ def test_replays_draw_anew_as_the_text_grows_and_alone_as_in_a_batch(dev):
     assert len(set(seen)) == 3
 
 
+@pytest.mark.slow
 def test_the_distribution_of_a_device(dev):
     """Chi-square of the first token: 7 degrees of freedom, a bound that is passed once in 30,000."""
     draws, vocab = (8_000, 8) if dev.is_gpu else (250, 8)
