@@ -5,7 +5,6 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from nbverify.tree.kernels.accept_rules import LOG2_E
 from support.tree_accept import B19, random_request
 
 from nbverify.errors import ArgumentError
@@ -20,6 +19,7 @@ from nbverify.tree.accept import (
     philox,
     random_bits,
 )
+from nbverify.tree.kernels.accept_rules import LOG2_E
 
 F32 = np.float32
 

@@ -352,7 +352,7 @@ EXACT = [
     pytest.param("float32", 3, 0, 0.7, marks=SLOW),
     ("float32", 3, 12, 0.8),
     ("bfloat16", 0.3, 9, 0.9),
-    ("float16", 0.01, 9, 0.9),
+    ("float16", 0.01, 5, 0.9),
 ]
 
 
