@@ -13,11 +13,12 @@ from nbverify.tree.accept import AcceptPlan
 def test_any_order_of_threads_gives_the_same(seed):
     """A missing barrier shows under some order."""
     dev, rng = EmulatorDevice(blocks=2, seed=seed), np.random.default_rng(seed)
-    sizes = {"max_requests": 3, "max_nodes": 40, "max_depth": 4, "device": dev.device}
-    batch = tree_accept.Batch(rng, [40, 5], 40)
-    tree_accept.check_greedy(dev, batch, AcceptPlan(**sizes))
-    batch = tree_accept.Batch(rng, [4, 1], 40)
-    logits = batch.logits(rng, 300, "float32")
-    tree_accept.check_greedy(dev, batch, AcceptPlan(**sizes, vocab_size=300), logits)
-    settings = batch.sampling(rng, temperatures=0.7, top_ks=30, top_ps=0.9)
+    sizes = {"max_requests": 40, "max_nodes": 40, "max_depth": 4, "device": dev.device}
+    tree_accept.check_greedy(dev, tree_accept.Batch(rng, [40, 5], 40), AcceptPlan(**sizes))
+    batch = tree_accept.Batch(rng, [0] * 38 + [4, 1], 40)  # more requests than lanes
+    plan = AcceptPlan(**sizes, vocab_size=300)
+    tree_accept.check_greedy(dev, batch, plan, batch.logits(rng, 300, "float32"))
+    batch = tree_accept.Batch(rng, [1] * 4, 40)
+    logits = rng.normal(0, 0.1, (4, 300)).astype(np.float32)  # flat: of other candidates another is drawn
+    settings = batch.sampling(rng, temperatures=1, top_ks=9, top_ps=0.6)
     tree_accept.check_sampled(dev, batch, AcceptPlan(**sizes, vocab_size=300, sampled=True), logits, settings)
