@@ -18,7 +18,11 @@ def test_any_order_of_threads_gives_the_same(seed):
     batch = tree_accept.Batch(rng, [0] * 38 + [4, 1], 40)  # more requests than lanes
     plan = AcceptPlan(**sizes, vocab_size=300)
     tree_accept.check_greedy(dev, batch, plan, batch.logits(rng, 300, "float32"))
-    batch = tree_accept.Batch(rng, [1] * 4, 40)
-    logits = rng.normal(0, 0.1, (4, 300)).astype(np.float32)  # flat: of other candidates another is drawn
+    batch = tree_accept.Batch(rng, [1, 1, 1, 5], 40)
+    batch.parents[3, :5], batch.node_tokens[3, :5] = [-1, 0, 0, 1, 1], [0, 5, 5, 7, 7]
+    batch.target_tokens[3:] = [5, 7, 7, 7, 7]
+    logits = batch.logits(rng, 300, "float32")
+    logits[:3] = rng.normal(0, 0.1, (3, 300))  # flat: of other candidates another is drawn
     settings = batch.sampling(rng, temperatures=1, top_ks=9, top_ps=0.6)
+    settings["temperatures"][3] = 0
     tree_accept.check_sampled(dev, batch, AcceptPlan(**sizes, vocab_size=300, sampled=True), logits, settings)

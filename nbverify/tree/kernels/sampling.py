@@ -167,7 +167,7 @@ def make_draw(logits_dtype, threads):
     """``draw(args, number, temperature, top_k, top_p, bits)`` -> (token, whether the row is bad).
 
     ``bits`` are 64 random ones; temperature 0 and top_k 1 take the largest logit, the lowest token of equals.  The
-    whole block calls it, all threads get the same, and whatever shared memory held before is free after it.
+    whole block calls it, and all threads get the same.  It has a barrier inside, and needs one before the next draw.
     """
     warps = threads // WARP
     num_totals = max(BINS, warps)
@@ -204,7 +204,7 @@ def make_draw(logits_dtype, threads):
                 sums[i * threads + thread] = int64(0)
             state = Digit(prefix, shift, by_weight, kept.threshold, kept.largest, kept.scale)
             scan_digit(args, row, thread, row.num_windows, int32(threads), int32(0), state)
-            cuda.syncthreads()  # publishes the threads' sums
+            cuda.syncthreads()  # publishes the threads' sums, and ends the reads of earlier totals
             i = int32(thread // WARP)
             while i < BINS:
                 total, j = int64(0), int32(thread % WARP)
@@ -224,7 +224,6 @@ def make_draw(logits_dtype, threads):
             searching, shift = int32(searching - 1), int32(shift - DIGIT_BITS)
             if above + totals[digit] == target:
                 searching = int32(0)  # all of this bin is kept: its lowest key will do
-            cuda.syncthreads()  # ends the reads of the totals
         return prefix
 
     @cuda.jit(device=True)
@@ -253,13 +252,11 @@ def make_draw(logits_dtype, threads):
         nothing = Best(MINUS_INF, NOTHING, int32(0))
         best = scan_best(args, row, thread, row.num_windows, int32(threads), nothing, int32(0))
         packed = best_of_warp(pack(best))
-        cuda.syncthreads()  # ends the reads of earlier totals
         if thread % WARP == 0:
             totals[thread // WARP] = packed
         cuda.syncthreads()  # publishes the warps' best
         for i in range(warps):
             packed = better(packed, totals[i])
-        cuda.syncthreads()  # ends their reads
         token = token_of(packed)
         is_bad = (packed & int64(1)) == 1 or packed <= 1
         if temperature > ZERO and top_k != 1 and packed > 1:
