@@ -18,6 +18,7 @@ B19 = {
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 OUTPUTS = ("accept_nodes", "accept_lens", "bonus_tokens", "flags", "accept_index", "predict")
 POISON = -0x5A5A5A5A
+SLOW = pytest.mark.slow
 _plans: dict = {}
 
 
@@ -333,7 +334,10 @@ def check_sampled(dev, batch, plan, logits, settings):
     return want
 
 
-@pytest.mark.parametrize("dtype, vocab", [("float32", 40), ("bfloat16", 40), ("float16", 40), ("float32", 3)])
+DRAWN = [("float32", 40), ("bfloat16", 40), ("float16", 40), ("float32", 3)]
+
+
+@pytest.mark.parametrize("dtype, vocab", [DRAWN[0], DRAWN[1], *(pytest.param(*one, marks=SLOW) for one in DRAWN[2:])])
 def test_draws_are_those_of_the_definition(dev, dtype, vocab):
     rng = np.random.default_rng(11)
     plan = plan_for(dev, max_requests=12, max_nodes=9, max_depth=4, vocab_size=vocab, logits_dtype=dtype, sampled=True)
@@ -345,14 +349,13 @@ def test_draws_are_those_of_the_definition(dev, dtype, vocab):
     assert accepted > 4
 
 
-SLOW = pytest.mark.slow
 EXACT = [
     pytest.param("float32", 3, 0, 1.0, marks=SLOW),
     pytest.param("float32", 3, 9, 1.0, marks=SLOW),
     pytest.param("float32", 3, 0, 0.7, marks=SLOW),
     ("float32", 3, 12, 0.8),
-    ("bfloat16", 0.3, 9, 0.9),
-    ("float16", 0.01, 5, 0.9),
+    pytest.param("bfloat16", 0.3, 9, 0.9, marks=SLOW),
+    pytest.param("float16", 0.01, 5, 0.9, marks=SLOW),
 ]
 
 
