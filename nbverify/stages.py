@@ -28,7 +28,11 @@ from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError
 
 WORDS = "_words"
-SAME_BITS = {"uint8": ("uint8", "bool"), "uint32": ("uint32", "int32")}  # what else may stand for a parameter's dtype
+SAME_BITS = {  # what else may stand for a parameter's dtype
+    "uint8": ("uint8", "bool"),
+    "uint16": ("uint16", "int16", "bfloat16", "float16"),
+    "uint32": ("uint32", "int32"),
+}
 
 
 def array(name: str, dtype: str) -> Parameter:
