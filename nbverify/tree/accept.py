@@ -24,7 +24,8 @@ from nbverify import arrays
 from nbverify.arrays import ArrayInfo
 from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError
-from nbverify.stages import Runner, Stage, StageCall, array, check_array, index_array, open_runner, scalar
+from nbverify.stages import Runner, Stage, array, check_array, index_array, open_runner, scalar
+from nbverify.tree.binding import BoundStage
 from nbverify.tree.kernels.accept_rules import (
     ALL_BITS,
     ARGMAX_BLOCKS_PER_SM,
@@ -47,7 +48,7 @@ from nbverify.tree.kernels.accept_rules import (
     AcceptFlag,
 )
 
-__all__ = ["AcceptFlag", "AcceptPlan", "Accepted", "BoundAccept", "accept_greedy", "accept_sampled", "draw_token"]
+__all__ = ["AcceptFlag", "AcceptPlan", "Accepted", "accept_greedy", "accept_sampled", "draw_token"]
 
 MAX_NODES = 1024
 MAX_REQUESTS = 8192  # whose sums of rows are in a block's shared memory
@@ -448,7 +449,7 @@ class AcceptPlan:
         prefix_lens: Any = None,
         accept_index: Any = None,
         predict: Any = None,
-    ) -> BoundAccept:
+    ) -> BoundStage:
         """Check the arrays of a batch once and keep their addresses.
 
         Shapes and dtypes are those of :func:`accept_greedy`, :func:`accept_sampled` and :class:`Accepted`, with B from
@@ -518,7 +519,7 @@ class AcceptPlan:
             for stage, grid in self._stages(batch, from_logits=logits is not None):
                 given = {p.name: buffers[p.name] for p in stage.parameters if p.is_array}
                 calls.append(self.runner.bind(stage, grid, given, scalars))
-        return BoundAccept(calls)
+        return BoundStage(*calls)
 
     def _check_logits(self, logits: Any) -> ArrayInfo:
         if self.vocab_size is None:
@@ -569,19 +570,6 @@ class AcceptPlan:
         )  # fmt: skip
         most = -(-batch * self.max_nodes * SPLITS * WARP // ARGMAX_THREADS)  # blocks with a warp for everything
         return [(argmax, min(ARGMAX_BLOCKS_PER_SM * self.runner.num_sms, most)), (walk, batch)]
-
-
-class BoundAccept:
-    """Acceptance on one set of buffers; ``launch`` may be captured in a CUDA graph, which then serves new contents."""
-
-    def __init__(self, calls: list[StageCall]):
-        self._calls = calls
-
-    def launch(self, stream: object = None) -> None:
-        """Queue it.  No allocation, copy or synchronisation."""
-        handle = arrays.stream_handle(stream)
-        for call in self._calls:
-            call(handle)
 
 
 def _check_range(name: str, value: Any, low: int, high: int) -> None:

@@ -10,17 +10,19 @@ from nbverify.stages import StageCall
 
 
 class BoundStage:
-    """A stage with its arrays: all that is left is to launch it."""
+    """A stage, or several in a row, with their arrays, which must stay alive as long as launches can run."""
 
-    def __init__(self, call: StageCall):
-        self._call = call
+    def __init__(self, *calls: StageCall):
+        self._calls = calls
 
     def launch(self, stream: object = None) -> None:
-        """One driver call: nothing is allocated, copied, waited for or read back, so a CUDA graph captures it.
+        """A driver call each: nothing is allocated, copied, waited for or read back, so a CUDA graph captures it.
 
         ``stream`` is an int handle, or any library's stream object; None: the legacy default stream.
         """
-        self._call(stream_handle(stream))
+        handle = stream_handle(stream)
+        for call in self._calls:
+            call(handle)
 
 
 def check_capacity(name: str, value: object, largest: int) -> int:

@@ -40,10 +40,10 @@ from typing import Any
 
 import numpy as np
 
-from nbverify.arrays import stream_handle
 from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError
-from nbverify.stages import Runner, Stage, StageCall, array, check_array, index_array, open_runner
+from nbverify.stages import Runner, Stage, array, check_array, index_array, open_runner
+from nbverify.tree.binding import BoundStage
 from nbverify.tree.trees import NO_PARENT, Tree, TreeBatch, check_parents
 
 MAX_REQUESTS = 65_535
@@ -350,7 +350,7 @@ class BuildPlan:
         depths: Any,
         scores: Any,
         flags: Any,
-    ) -> BoundBuild:
+    ) -> BoundStage:
         """Check the buffers, compile, pack; nothing is launched.
 
         Parameters
@@ -387,18 +387,7 @@ class BuildPlan:
             if info.readonly and name in WRITTEN:
                 raise ArgumentError(name, "an array that may be written", "a read-only one")
         given = {name: value for name, (value, _, _) in buffers.items()}
-        return BoundBuild(self.runner.bind(self.stage, self.max_requests, given, {}))
-
-
-class BoundBuild:
-    """A plan with its buffers."""
-
-    def __init__(self, call: StageCall):
-        self._call = call
-
-    def launch(self, stream: object = None) -> None:
-        """One driver call, which may be captured in a CUDA graph: no allocation, copy or synchronisation."""
-        self._call(stream_handle(stream))
+        return BoundStage(self.runner.bind(self.stage, self.max_requests, given, {}))
 
 
 def stage(depth: int, top_k: int, max_nodes: int) -> Stage:

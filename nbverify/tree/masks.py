@@ -30,7 +30,8 @@ from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError
 from nbverify.kernels.geometry import WARP
 from nbverify.spec import INT32_MAX, Mask
-from nbverify.stages import GpuRunner, Runner, Stage, StageCall, array, check_array, index_array, open_runner, scalar
+from nbverify.stages import GpuRunner, Runner, Stage, array, check_array, index_array, open_runner, scalar
+from nbverify.tree.binding import BoundStage
 
 MAX_NODES = 1024  # 32 lanes of a warp, with 32 columns of a mask row each
 THREADS = 128
@@ -412,7 +413,7 @@ class MaskPlan:
         retrieve_next_token: Any = None,
         retrieve_next_sibling: Any = None,
         flags: Any,
-    ) -> BoundMasks:
+    ) -> BoundStage:
         """Check the arrays of a batch of B <= max_requests requests and keep their addresses.
 
         All are in C order.  They are written by every launch, the first three only read; what is read may change
@@ -477,25 +478,11 @@ class MaskPlan:
         blocks = blocks_per_request(self.max_nodes)
         sizes = {"max_nodes": self.max_nodes, "max_kv_len": self.max_kv_len, "blocks_per_request": blocks}
         buffers = {name: value for name, (value, _, _) in wanted.items()}
-        return BoundMasks(self._runner.bind(self._stage, requests * blocks, buffers, sizes))
+        return BoundStage(self._runner.bind(self._stage, requests * blocks, buffers, sizes))
 
     @property
     def _mask_dtypes(self) -> tuple[str, ...]:
         return ("uint32", "int32") if self.mask is Mask.PACKED else ("uint8", "bool")
-
-
-class BoundMasks:
-    """A :class:`MaskPlan` with the arrays of a batch, which must stay alive as long as launches can run."""
-
-    def __init__(self, call: StageCall):
-        self._call = call
-
-    def launch(self, stream: Any = None) -> None:
-        """Write the buffers, on a stream: no allocation, copy, synchronisation, or look at device data.
-
-        ``stream`` is as for ``BoundVerify.launch``; it may be capturing.
-        """
-        self._call(arrays.stream_handle(stream))
 
 
 def mask_stage(mask: Mask, *, padded: bool, fill_prefix: bool, max_nodes: int) -> Stage:

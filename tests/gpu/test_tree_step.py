@@ -1,0 +1,3 @@
+"""The whole step against plain decoding."""
+
+from support.tree_step import *  # noqa: F403
