@@ -235,7 +235,7 @@ class VerifyStep:
         self._model = model
 
     def replay(self, stream: Any = None) -> None:
-        """The captured step again, with what stands in the buffers now.  Raises ArgumentError before :meth:`capture`."""
+        """The captured step again, with what stands in the buffers now; ArgumentError before :meth:`capture`."""
         if self._model is None:
             raise ArgumentError("replay", "capture() before it", "nothing captured")
         if self._graph is not None:

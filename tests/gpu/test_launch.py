@@ -165,8 +165,8 @@ def test_a_spec_that_does_not_fit_is_refused_with_both_numbers(dev, spec):
 @pytest.mark.parametrize("more", [-1, 0, 1])
 @on_each_kernel(replace(BALANCED, max_kv_len=64))
 def test_around_the_default_shared_memory(dev, spec, more):
-    """B16: at exactly 48 KiB nobody opts in by accident: one request less, that, and one more."""
-    wanted = DEFAULT_SHARED_BYTES + more * BYTES_PER_REQUEST
+    """B16: at exactly 48 KiB nobody opts in by accident: two requests less, that, and two more."""
+    wanted = DEFAULT_SHARED_BYTES + more * 2 * BYTES_PER_REQUEST  # the table comes in 16 bytes
     limit = DEFAULT_SHARED_BYTES + 4096  # so that mma leaves room for the table
     sized = (replace(spec, max_requests=n) for n in range(1, DEFAULT_SHARED_BYTES // BYTES_PER_REQUEST))
     spec = next(each for each in sized if shared_bytes(dev, each, limit) == wanted)

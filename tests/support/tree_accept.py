@@ -108,7 +108,9 @@ class OnDevice:
         self.bound = plan.bind(**self.inputs, **self.outputs)
 
     def run(self):
-        self.dev.write(self.outputs["predict"], np.full(self.outputs["predict"].shape, POISON))
+        self.dev.write(
+            self.outputs["predict"], np.full(self.outputs["predict"].shape, POISON, self.outputs["predict"].dtype)
+        )
         self.bound.launch()
         return {name: self.dev.download(array) for name, array in self.outputs.items()}
 
