@@ -61,11 +61,10 @@ SOUND = Fault(0, 0)
 LINKER = "12.9.86"
 FAULTS: dict[tuple[str, str], Fault] = {
     ("mla288-8", "sm_80"): Fault(32, 16),
-    ("gqa256-8", "sm_80"): Fault(48, 16),
-    ("gqa256-33", "sm_80"): Fault(56, 16),
     ("mla288-8", "sm_90a"): Fault(92, 32),
-    ("gqa256-33", "sm_90a"): Fault(40, 8),
     ("mla288-8", "sm_120a"): Fault(172, 48),
+    ("gqa64-64", "sm_120a"): Fault(92, 24),
+    ("gqa256-8", "sm_120a"): Fault(8, 8),
 }
 # The same of other masks and reductions: (name in tests/compiled/test_compile.py, target).
 VARIANT_FAULTS: dict[tuple[str, str], Fault] = {("gqa128", "sm_120a"): Fault(24, 8)}

@@ -36,7 +36,7 @@ CHIP = model.CHIPS["9.0"]
 BOUND = 0.10  # of any shape of the record: |modelled / measured - 1|
 # What --fit looks through.
 TILE_CLOCKS = range(0, 4001, 25)
-FIXED_US = [us / 2 for us in range(0, 121)]
+FIXED_US = [us / 10 for us in range(0, 401)]
 
 
 def record_of_chip() -> dict[str, Any] | None:

@@ -213,8 +213,8 @@ def test_without_latency_a_launch_is_its_slowest_pipe():
 
 
 def test_latency_and_fixed_cost_are_added():
-    base, more = estimate(latency=NO_LATENCY), estimate(latency=Latency(1980, 5.0))
-    assert more.us - base.us == pytest.approx(5.0 + more.tiles * 1.0)  # 1980 clocks at 1.98 GHz
+    base, more = estimate(latency=NO_LATENCY), estimate(latency=Latency(1750, 5.0))
+    assert more.us - base.us == pytest.approx(5.0 + more.tiles * 1.0)  # 1750 clocks at 1.75 GHz
 
 
 def test_memory_hides_latency():
