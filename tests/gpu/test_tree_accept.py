@@ -37,7 +37,7 @@ def test_a_graph_of_kernels_only_serves_new_batches(dev, kind, kernels):
         batch, inputs = batch_of(rng.integers(0, 25, 4))
         for name, values in inputs.items():
             dev.write(on_device.inputs[name], values)
-        dev.write(on_device.outputs["predict"], np.full(96, tree_accept.POISON))
+        dev.write(on_device.outputs["predict"], np.full(96, tree_accept.POISON, np.int32))
         wait_for_device()
         captured.replay()
         wait_for_device()

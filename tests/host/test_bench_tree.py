@@ -1,10 +1,14 @@
 """The tree benchmark's arithmetic and tables; what it measures needs a GPU."""
 
+import json
+
 import numpy as np
 import pytest
 
 from benchmarks import tree
+from benchmarks.timing import RESULTS, ROOT
 from benchmarks.tree import CURVES, Sizes
+from nbverify.compile import tree_source_hash
 
 
 def test_drafts_are_probabilities_in_order():
@@ -56,6 +60,19 @@ def test_a_part_that_is_too_slow_is_called_a_miss(tmp_path):
     rows = tree.budget_rows({0: 30.0, 7: 31.0}, {0: 0.0, 7: 50.0}, Sizes(), 0)
     tree.draw({"budgets": rows, "other_us": 0}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_the_kept_record_is_of_these_sources_and_on_the_page():
+    (path,) = RESULTS.glob("tree_*.json")
+    record = json.loads(path.read_text())
+    page = (ROOT / "docs" / "tree.md").read_text()
+    assert record["head"]["tree_source_hash"] == tree_source_hash(), "measure again: python -m benchmarks.tree --json"
+    assert f"`{tree_source_hash()}`" in page
+    for row in record["parts"]:
+        us = row["us"]["p50"]
+        assert f"| {us:.0f} (" in page or f"| {us:.1f} |" in page, row["part"]
+    for row in record["budgets"]:
+        assert f"| {row['budget']} | {row['verify_us']:.1f} |" in page
 
 
 def test_without_a_gpu_it_says_so(capsys, has_gpu):
