@@ -82,8 +82,8 @@ class VerifySpec:
         for all launches that use the same lengths, such as the layers of a model; see ``BoundVerify.schedule``.  The
         results are bitwise the same.  Only with ``kernel="mma"``.
     kernel
-        "simt": the plain kernel.  "mma": tensor cores, faster, and not for every spec (head dims up to 256, or
-        shared K/V and a ``head_dim_v`` that is a multiple of 128): the plan refuses the others by name.
+        "mma": tensor cores; not for every spec (head dims up to 256, or shared K/V and a ``head_dim_v`` that is a
+        multiple of 128): the plan refuses the others by name.  "simt": the plain kernel, slower, for all.
     score_mod
         ``score_mod(score, request, head, node, key) -> score``: a plain function, compiled into the kernel.
 
@@ -109,7 +109,7 @@ class VerifySpec:
     split: str = "balanced"
     reduction: str = "grid_sync"
     schedule: str = "launch"
-    kernel: str = "simt"
+    kernel: str = "mma"
     score_mod: Callable | None = None
 
     @classmethod
@@ -130,7 +130,7 @@ class VerifySpec:
         split: str = "balanced",
         reduction: str = "grid_sync",
         schedule: str = "launch",
-        kernel: str = "simt",
+        kernel: str = "mma",
         score_mod: Callable | None = None,
     ) -> VerifySpec:
         """Multi-head latent attention: all query heads share one latent row, V is its first ``head_dim_v`` columns."""
@@ -174,7 +174,7 @@ class VerifySpec:
         split: str = "balanced",
         reduction: str = "grid_sync",
         schedule: str = "launch",
-        kernel: str = "simt",
+        kernel: str = "mma",
         score_mod: Callable | None = None,
     ) -> VerifySpec:
         """Grouped-query attention (multi-head with ``num_kv_heads == num_q_heads``), K and V in caches of their own."""

@@ -26,7 +26,7 @@ from nbverify.kernels.tiles import geometry_of, limits_of
 from nbverify.spec import KERNELS
 
 PACKAGE = Path(nv.__file__).parent
-LIMITS = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 64, "sm_scale": 0.25}
+LIMITS = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 64, "sm_scale": 0.25, "kernel": "simt"}
 SPEC = nv.VerifySpec.gqa(1, 1, 16, mask="none", reduction="two_launch", **LIMITS)
 TARGET = Target(12, 0, "a")
 NUM_KERNELS = 2

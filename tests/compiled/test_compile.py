@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 SLOPE = float32(0.0625)
 RTX_SHARED_BYTES = 101_376  # of a block on sm_120
 
-LIMITS = {"max_requests": 16, "max_nodes": 33, "max_kv_len": 262_144, "sm_scale": 0.144680}
+LIMITS = {"max_requests": 16, "max_nodes": 33, "max_kv_len": 262_144, "sm_scale": 0.144680, "kernel": "simt"}
 
 
 def slope_mod(score, request, head, node, key):

@@ -13,7 +13,7 @@ from support.kernels import kernels_of
 
 import nbverify as nv
 
-LIMITS = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 400, "sm_scale": 0.25}
+LIMITS = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 400, "sm_scale": 0.25, "kernel": "simt"}
 BLOCKS = 5
 SPECS = {
     "gqa": nv.VerifySpec.gqa(4, 2, 16, **LIMITS),

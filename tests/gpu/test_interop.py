@@ -14,7 +14,7 @@ from nbverify import arrays
 from nbverify.launch import call, driver
 
 # The compiled kernels of support/basic.py: sizes are no part of them.
-LIMITS = {"max_requests": 4, "max_nodes": 24, "max_kv_len": 600}
+LIMITS = {"max_requests": 4, "max_nodes": 24, "max_kv_len": 600, "kernel": "simt"}
 
 
 def gqa(**options):

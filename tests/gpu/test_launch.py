@@ -26,7 +26,7 @@ from nbverify import compile, contract
 from nbverify.launch import Device, Launcher, LoadedKernel, ParameterBlock, ParameterLayout, driver
 
 # The compiled kernels of support/basic.py: but for max_nodes, which fills the row tile, sizes are no part of them.
-LIMITS = {"max_requests": 4, "max_nodes": 24, "max_kv_len": 66_000}
+LIMITS = {"max_requests": 4, "max_nodes": 24, "max_kv_len": 66_000, "kernel": "simt"}
 
 
 def gqa(**options):

@@ -13,7 +13,7 @@ import nbverify as nv
 from nbverify.launch import call, driver
 
 # The compiled kernels of support/basic.py: but for max_nodes, which fills the row tile, sizes are no part of them.
-LIMITS = {"max_requests": 4, "max_nodes": 24, "max_kv_len": 3000, "sm_scale": 0.25}
+LIMITS = {"max_requests": 4, "max_nodes": 24, "max_kv_len": 3000, "sm_scale": 0.25, "kernel": "simt"}
 SPECS = {
     "balanced": nv.VerifySpec.gqa(4, 2, 16, **LIMITS),
     "fixed": nv.VerifySpec.gqa(4, 2, 16, split="fixed", **LIMITS),

@@ -15,7 +15,7 @@ from nbverify import compile
 from nbverify.launch import call, driver
 
 # The compiled kernels of support/basic.py: but for max_nodes, which fills the row tile, sizes are no part of them.
-LIMITS = {"max_requests": 4, "max_nodes": 24, "max_kv_len": 200_000, "sm_scale": 0.25}
+LIMITS = {"max_requests": 4, "max_nodes": 24, "max_kv_len": 200_000, "sm_scale": 0.25, "kernel": "simt"}
 BALANCED = nv.VerifySpec.gqa(4, 2, 16, **LIMITS)
 FIXED = nv.VerifySpec.gqa(4, 2, 16, split="fixed", **LIMITS)
 MLA = nv.VerifySpec.mla(2, **LIMITS)
@@ -41,7 +41,7 @@ import sys
 import numpy as np
 import nbverify as nv
 
-limits = dict(sm_scale=0.25, max_requests=4, max_nodes=8, max_kv_len=3000)
+limits = dict(sm_scale=0.25, max_requests=4, max_nodes=8, max_kv_len=3000, kernel="simt")
 spec = nv.VerifySpec.gqa(4, 2, 16, **limits, kernel=sys.argv[1])
 plan = nv.VerifyPlan(spec, device=0)
 compiled = "numba" in sys.modules

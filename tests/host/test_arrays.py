@@ -19,7 +19,7 @@ from nbverify.spec import VerifySpec
 
 ADDRESS = 0x7F00_0000_1000
 MLA = VerifySpec.mla(num_q_heads=8, max_requests=4, max_nodes=33, max_kv_len=1024, sm_scale=0.1)
-LIMITS = {"max_requests": 4, "max_nodes": 33, "max_kv_len": 1024, "sm_scale": 0.1}
+LIMITS = {"max_requests": 4, "max_nodes": 33, "max_kv_len": 1024, "sm_scale": 0.1, "kernel": "simt"}
 BUFFERS = {buffer.name: buffer for buffer in contract.BUFFERS}
 
 # ---- fake producers

@@ -90,7 +90,7 @@ def test_how_it_is_computed_reaches_the_spec():
     (["--ragged", "--nodes", "1,2", "--prefix", "1,2,3"], "--ragged: expected as many"),
     (["--ragged", "--batch", "4", "--prefix", "1,2,3"], "--batch: expected none, or 3"),
     (["--kv-dtype", "float16"], "kv_dtype: expected"),
-    (["--schedule", "step"], "schedule: expected 'launch' with kernel='simt'"),
+    (["--kernel", "simt", "--schedule", "step"], "schedule: expected 'launch' with kernel='simt'"),
     (["--launches", "0"], "--launches: expected >= 1"),
     (["--launches", "61", "--peers"], "--launches: expected 1 beside --peers"),
     (["--peers", "/no/such/folder"], "/no/such/folder: no such folder"),
@@ -201,7 +201,8 @@ def test_every_claim_compares_two_cases_that_differ_in_what_it_says():
         "one schedule a step"
     ]
     assert [(one.schedule, one.launches) for one in (step.measured, step.against)] == [("step", 61), ("launch", 61)]
-    assert "one schedule a step" not in by_name  # the plain kernel has none
+    plain = {claim.name for claim in work_of("--suite", "claims", "--kernel", "simt").claims}
+    assert "one schedule a step" in by_name and "one schedule a step" not in plain  # the plain kernel has none
     assert "never slower than Triton" not in {claim.name for claim in work_of("--suite", "claims").claims}
 
 

@@ -21,7 +21,7 @@ from nbverify.errors import ArgumentError
 FUZZED_BINDS = 10_000
 FUZZED_REBINDS = 2_000
 FP8 = "float8_e4m3fn"
-LIMITS = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 64, "sm_scale": 0.25}
+LIMITS = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 64, "sm_scale": 0.25, "kernel": "simt"}
 SPECS = {
     "gqa full bf16": nv.VerifySpec.gqa(4, 2, 16, head_dim_v=32, **LIMITS),
     "gqa tree fp16": nv.VerifySpec.gqa(4, 4, 32, head_dim_v=16, dtype="float16", mask="tree", **LIMITS),

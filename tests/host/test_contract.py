@@ -14,7 +14,7 @@ import nbverify as nv
 from nbverify import contract, reference
 
 ROOT = Path(__file__).parents[2]
-LIMITS = {"max_requests": 4, "max_nodes": 33, "max_kv_len": 1024, "sm_scale": 0.1}
+LIMITS = {"max_requests": 4, "max_nodes": 33, "max_kv_len": 1024, "sm_scale": 0.1, "kernel": "simt"}
 SPECS = {
     "gqa": nv.VerifySpec.gqa(8, 2, 64, **LIMITS),
     "mla": nv.VerifySpec.mla(8, **LIMITS),

@@ -27,7 +27,7 @@ SHAPES = {  # (head_dim_qk, head_dim_v, MLA)
     "16-16": (16, 16, False),
     "mla-16-16": (16, 16, True),
 }
-LIMITS = {"max_requests": 16, "max_nodes": 64, "max_kv_len": 65_536, "sm_scale": 1.0}
+LIMITS = {"max_requests": 16, "max_nodes": 64, "max_kv_len": 65_536, "sm_scale": 1.0, "kernel": "simt"}
 PLAIN = {"kernel": "simt"}
 
 
@@ -123,7 +123,7 @@ def test_b17_all_head_counts(kernel):
             with pytest.raises(nv.ArgumentError, match="num_q_heads"):
                 nv.VerifySpec.gqa(q_heads, kv_heads, 64, **LIMITS)
         else:
-            spec = nv.VerifySpec.gqa(q_heads, kv_heads, 64, **LIMITS, kernel=kernel)
+            spec = nv.VerifySpec.gqa(q_heads, kv_heads, 64, **{**LIMITS, "kernel": kernel})
             tile = geometry_for(spec)
             rows = tile.rows_per_tile
             assert geometry.units_per_request(spec, tile) == kv_heads * -(-64 * (q_heads // kv_heads) // rows)
@@ -134,7 +134,7 @@ def test_b17_all_head_counts(kernel):
 
 def test_b02_sizes_of_the_recipe():
     """4 requests of 8 nodes over at most 64 prefix tokens."""
-    sizes = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 64 + 8, "sm_scale": 1.0}
+    sizes = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 64 + 8, "sm_scale": 1.0, "kernel": "simt"}
     need = capacity_elements(nv.VerifySpec.gqa(4, 2, 16, **sizes))
     assert need["custom_mask"] == 2304, "2048 leaves out the draft columns, 2560 counts them twice"
     assert need["kv_indices"] == 288

@@ -14,7 +14,9 @@ from support.devices import BoundBatch, EmulatorDevice
 
 import nbverify as nv
 
-SPEC = nv.VerifySpec.gqa(2, 1, 16, max_requests=3, max_nodes=4, max_kv_len=40, sm_scale=0.25, mask="tree")
+SPEC = nv.VerifySpec.gqa(
+    2, 1, 16, max_requests=3, max_nodes=4, max_kv_len=40, sm_scale=0.25, mask="tree", kernel="simt"
+)
 
 
 def arguments(spec=SPEC, lens=(5, 3), nodes=(2, 3)):
@@ -46,7 +48,12 @@ def test_a_product_of_scales_that_vanishes_in_float32():
 
 
 def test_no_memory_holds_the_workspace():
-    limits = {"max_requests": 1000, "max_nodes": 16, "max_kv_len": 16}  # 2^20 row units a request, of one item each
+    limits = {
+        "max_requests": 1000,
+        "max_nodes": 16,
+        "max_kv_len": 16,
+        "kernel": "simt",
+    }  # 2^20 row units a request, of one item each
     huge = nv.VerifySpec.gqa(2**20, 2**20, 576, **limits, sm_scale=1.0)
     with pytest.raises(nv.ArgumentError, match=r"^spec: expected a workspace of at most [\d,]+ bytes"):
         nv.VerifyPlan(huge, device="emulator")

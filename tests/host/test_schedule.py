@@ -189,7 +189,7 @@ def clamped(spec, start, length, token_start, nodes, num_indices, num_tokens):
     return start, c, token_start, n, (0 if length < 0 else c + n)
 
 
-SMALL = nv.VerifySpec.gqa(6, 2, 16, max_requests=64, max_nodes=24, max_kv_len=600, sm_scale=1.0)
+SMALL = nv.VerifySpec.gqa(6, 2, 16, max_requests=64, max_nodes=24, max_kv_len=600, sm_scale=1.0, kernel="simt")
 
 
 def test_requests_of_ordinary_lengths_are_as_they_stand():
@@ -396,7 +396,7 @@ def check(spec, lengths, grid):
 
 
 def spec_of(split, *, heads=6, kv_heads=2, shared=False, **limits):
-    limits = {"max_requests": 80, "max_nodes": 24, "max_kv_len": 40_000, "sm_scale": 1.0, **limits}
+    limits = {"max_requests": 80, "max_nodes": 24, "max_kv_len": 40_000, "sm_scale": 1.0, "kernel": "simt", **limits}
     if shared:
         return nv.VerifySpec.mla(heads, split=split, **limits)
     return nv.VerifySpec.gqa(heads, kv_heads, 16, split=split, **limits)

@@ -18,7 +18,7 @@ from support.batches import allowed_error, assert_close, pick, random_batch, unu
 from support.devices import BoundBatch, raw_bits, run
 from support.kernels import on_each_kernel, parametrize_specs
 
-LIMITS = {"max_requests": 4, "max_nodes": 24, "max_kv_len": 1300}
+LIMITS = {"max_requests": 4, "max_nodes": 24, "max_kv_len": 1300, "kernel": "simt"}
 CAP = {"max_blocks": 2}  # where the number of blocks is not the point: the emulator runs them one after the other
 
 
