@@ -102,7 +102,7 @@ from support.streams import capture
 import nbverify as nv
 
 dev = GpuDevice()
-limits = dict(sm_scale=0.25, max_requests=4, max_nodes=24, max_kv_len=600, kernel="simt")
+limits = dict(sm_scale=0.25, max_requests=4, max_nodes=24, max_kv_len=600)
 spec = nv.VerifySpec.gqa(4, 2, 16, **limits, kernel=sys.argv[1])
 bound = BoundBatch(dev, dev.plan(spec), random_batch(np.random.default_rng(52), spec, [300, 0, 77], [5, 1, 3]))
 captured = capture("driver", bound.bound.launch)

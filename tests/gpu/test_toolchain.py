@@ -41,7 +41,7 @@ import sys
 import numpy as np
 import nbverify as nv
 
-limits = dict(sm_scale=0.25, max_requests=4, max_nodes=8, max_kv_len=3000, kernel="simt")
+limits = dict(sm_scale=0.25, max_requests=4, max_nodes=8, max_kv_len=3000)
 spec = nv.VerifySpec.gqa(4, 2, 16, **limits, kernel=sys.argv[1])
 plan = nv.VerifyPlan(spec, device=0)
 compiled = "numba" in sys.modules
