@@ -110,9 +110,8 @@ class Decoder:
             raise NbverifyError("; ".join(step.problems()) or "a step without a token")
         if self.drafter is not None:
             first = step.qo_indptr.get()
-            last = [first[row] + paths[row, lens[row] - 1] for row in requests]
-            for request, hidden in zip(requests.values(), step.hidden[np.array(last)], strict=True):
-                request.hidden = hidden
+            for row, request in requests.items():  # valid until the next step, which drafting comes before
+                request.hidden = step.hidden[int(first[row] + paths[row, lens[row] - 1])]
         grown = []
         for row, request in list(requests.items()):
             tokens = [*nodes[row, paths[row, 1 : lens[row]]].tolist(), int(roots[row])]
@@ -143,11 +142,11 @@ class Decoder:
         return best.tolist(), float(logits[best[0]] - logits[best[1]])
 
     def _draft(self) -> None:
-        tokens, logprobs = self.step.tokens.get(), self.step.logprobs.get()
-        texts = [request.ids for request in self.requests.values()]
-        proposed = self.drafter.propose(texts, [request.hidden for request in self.requests.values()])
-        rows = list(self.requests)
-        tokens[rows], logprobs[rows] = pack(proposed, self.depth, self.top_k)
+        present = self.requests.values()
+        proposed = self.drafter.propose([one.ids for one in present], [one.hidden for one in present])
+        of_row = dict(zip(self.requests, proposed, strict=True))
+        drafts = [of_row.get(row, []) for row in range(self.model.max_requests)]
+        tokens, logprobs = pack(drafts, self.depth, self.top_k)
         self.step.tokens.set(tokens)
         self.step.logprobs.set(logprobs)
 

@@ -79,27 +79,27 @@ class RidgeHeads:
     """Linear maps from [norm(hidden), embedding of the root] to norm(hidden) some positions on, then the target's head.
 
     ``heads`` ``[depth, 2 E, E]`` were fitted in closed form to the target's own text (fit.py).  One product gives all
-    positions: the distributions of a block drafter.  Arrays of numpy or CuPy, whichever ``embed`` and ``norm`` are.
+    positions: the distributions of a block drafter.  ``model`` is the target, on a GPU or not.
     """
 
-    def __init__(self, heads: Any, embed: Any, norm: Any, epsilon: float, top_k: int = TOP_K):
-        self.depth, self.top_k = len(heads), top_k
-        self.embed, self.norm, self.epsilon = embed, norm, epsilon
-        self.matrix = heads.transpose(1, 0, 2).reshape(heads.shape[1], -1)  # [2 E, depth * E]
+    def __init__(self, heads: np.ndarray, model: Any, top_k: int = TOP_K):
+        self.depth, self.top_k, self.model = len(heads), top_k, model
+        by_input = heads.transpose(1, 0, 2).reshape(heads.shape[1], -1)  # [2 E, depth * E]
+        self.matrix = model.xp.asarray(by_input, np.float32)
 
     def propose(self, texts: Sequence[Sequence[int]], hidden: Any) -> list[list[Distribution]]:
         """See :class:`Drafter`."""
-        xp = np if isinstance(self.embed, np.ndarray) else __import__("cupy")
-        roots = self.embed[xp.asarray([text[-1] for text in texts])].astype(np.float32) * np.float32(EMBED_SCALE)
-        features = xp.concatenate([rms_norm(xp.stack(hidden), self.norm, self.epsilon), roots], axis=1)
+        model, xp = self.model, self.model.xp
+        roots = model.embed[xp.asarray([text[-1] for text in texts])].astype(np.float32) * np.float32(EMBED_SCALE)
+        features = xp.concatenate([rms_norm(xp.stack(hidden), model.norm, model.config.epsilon), roots], axis=1)
         ahead = (features @ self.matrix).reshape(len(texts) * self.depth, -1)
-        logits = (ahead.astype(self.embed.dtype) @ self.embed.T).astype(np.float32)
+        logits = (ahead.astype(model.embed.dtype) @ model.embed.T).astype(np.float32)
         best = xp.argpartition(-logits, self.top_k, axis=-1)[:, : self.top_k]
         largest = logits.max(-1, keepdims=True)
         total = xp.exp(logits - largest).sum(-1, keepdims=True)
-        probabilities = xp.exp(xp.take_along_axis(logits, best, -1) - largest) / total
-        tokens, probabilities = ([row.tolist() for row in array] for array in (best, probabilities))
-        made = [dict(zip(*pair, strict=True)) for pair in zip(tokens, probabilities, strict=True)]
+        of_best = xp.exp(xp.take_along_axis(logits, best, -1) - largest) / total
+        tokens, probabilities = best.tolist(), of_best.tolist()
+        made = [dict(zip(*row, strict=True)) for row in zip(tokens, probabilities, strict=True)]
         return [made[b * self.depth : (b + 1) * self.depth] for b in range(len(texts))]
 
 
@@ -122,7 +122,7 @@ class Mixture:
         for d in range(self.depth):
             weights = found[d] if d < len(found) else Counter()
             predicted = fitted[d] if d < len(fitted) else {}
-            share = weights.total() / (weights.total() + TRUSTED) if predicted else 1.0
+            share = sum(weights.values()) / (sum(weights.values()) + TRUSTED) if predicted else 1.0
             mixed = Counter({token: (1 - share) * probability for token, probability in predicted.items()})
             for token, probability in normed(weights).items():
                 mixed[token] += share * probability
@@ -132,5 +132,5 @@ class Mixture:
 
 def normed(weights: Counter) -> Distribution:
     """Weights as probabilities; empty stays empty."""
-    total = weights.total()
+    total = sum(weights.values())
     return {token: weight / total for token, weight in weights.items()}

@@ -102,7 +102,7 @@ class Pool:
 
 
 class NumpyModel(Pool):
-    """On the host, in float32.
+    """On the host, in float32.  ``xp``, ``embed`` and ``norm`` are for drafters.
 
     Parameters
     ----------
@@ -113,6 +113,8 @@ class NumpyModel(Pool):
     page_size
         Slots of a page.
     """
+
+    xp = np
 
     def __init__(
         self, tensors: dict[str, np.ndarray], config: Config, *, max_requests: int, max_len: int, page_size: int = 16
@@ -166,9 +168,9 @@ class NumpyModel(Pool):
     def forward(self, tokens: np.ndarray, positions: np.ndarray, mask: str, buffers: dict[str, Any]) -> np.ndarray:
         """The residual stream ``[n, E]`` behind the last layer."""
         c = self.config
-        x = self.embed[tokens]
+        x, heads = self.embed[tokens], (len(tokens), c.num_q_heads + 2 * c.num_kv_heads, c.head_dim)
         for i, w in enumerate(self.layers):
-            rows = (rms_norm(x, w.attn_norm, c.epsilon) @ w.qkv.T).reshape(len(x), -1, c.head_dim)
+            rows = (rms_norm(x, w.attn_norm, c.epsilon) @ w.qkv.T).reshape(heads)
             q, k, v = np.split(rows, [c.num_q_heads, c.num_q_heads + c.num_kv_heads], axis=1)
             slots = buffers["out_cache_loc"]
             self.keys[i][slots], self.values[i][slots] = self.rope(k, positions), v
@@ -185,7 +187,7 @@ class NumpyModel(Pool):
         self.attending_s += time.perf_counter() - start
         if self.on_attend is not None:
             self.on_attend(layer, mask, inputs, out)
-        return out.astype(np.float32).reshape(len(q), -1)
+        return out.astype(np.float32).reshape(len(q), self.config.num_q_heads * self.config.head_dim)
 
     def rope(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """``x`` [n, heads, D], its pairs turned by the angles of their positions."""
