@@ -63,7 +63,12 @@ def save_heads(heads: np.ndarray, path: Path | None = None) -> Path:
 
 
 def fit(
-    model: Any, prompts: list[list[int]], *, end_token: int | None, answer: int = ANSWER, depth: int = DEPTH,
+    model: Any,
+    prompts: list[list[int]],
+    *,
+    end_token: int | None,
+    answer: int = ANSWER,
+    depth: int = DEPTH,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Heads ``[depth, 2 E, E]``, and on held-out texts how often each one's best token was right, ``[depth]``.
@@ -98,8 +103,12 @@ def fit(
     gram += STRENGTH * np.trace(gram) / len(gram) * np.eye(len(gram))
     heads = np.linalg.solve(gram, cross).astype(np.float32)
     x, y = np.vstack([x for x, _ in measured]), np.concatenate([y for _, y in measured], axis=1)
-    hits = [np.mean((x @ head @ embed.T).argmax(-1) == (ahead @ embed.T).argmax(-1)) for head, ahead in zip(heads, y)]
-    return heads, np.array(hits)
+    return heads, np.array([_agreement(x @ heads[d] @ embed.T, y[d] @ embed.T) for d in range(depth)])
+
+
+def _agreement(one: np.ndarray, other: np.ndarray) -> float:
+    """Share of rows whose largest logit is the same token's."""
+    return float(np.mean(one.argmax(-1) == other.argmax(-1)))
 
 
 def to_host(array: Any) -> np.ndarray:

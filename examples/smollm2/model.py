@@ -68,12 +68,9 @@ def layers_of(tensors: dict[str, np.ndarray]) -> list[Layer]:
         def part(*names: str, prefix: str = f"blk.{len(layers)}.") -> np.ndarray:
             return np.concatenate([tensors[f"{prefix}{name}.weight"] for name in names])
 
-        layers.append(
-            Layer(
-                attn_norm=part("attn_norm"), qkv=part("attn_q", "attn_k", "attn_v"), out=part("attn_output"),
-                ffn_norm=part("ffn_norm"), gate_up=part("ffn_gate", "ffn_up"), down=part("ffn_down"),
-            )  # fmt: skip
-        )
+        norms = {"attn_norm": part("attn_norm"), "ffn_norm": part("ffn_norm")}
+        attention = {"qkv": part("attn_q", "attn_k", "attn_v"), "out": part("attn_output")}
+        layers.append(Layer(**norms, **attention, gate_up=part("ffn_gate", "ffn_up"), down=part("ffn_down")))
     return layers
 
 
