@@ -21,7 +21,6 @@ from nbverify.graphs import Graph
 from nbverify.stages import open_runner
 from nbverify.tree import Plane, VerifyStep
 
-PREFILL_ROWS = 64
 ATTENTION_REPLAYS = 20
 Call = Callable[[int], None]  # of a stream handle
 
@@ -35,14 +34,16 @@ class KernelModel(Pool):
         None: the current GPU, which needs CuPy.  "emulator" or an Emulator: the CPU.
     kernel
         Of the verify plans, as in ``VerifySpec``.
+    prefill_rows
+        Tokens of a prompt that go through the model at once.
     """
 
     def __init__(
         self, tensors: dict[str, np.ndarray], config: Config, *, max_requests: int, max_len: int, page_size: int = 16,
-        device: int | str | nv.Emulator | None = None, kernel: str = "mma",
+        device: int | str | nv.Emulator | None = None, kernel: str = "mma", prefill_rows: int = 64,
     ):  # fmt: skip
         super().__init__(max_requests=max_requests, max_len=max_len, page_size=page_size)
-        self.config, self.kernel, self.device = config, kernel, device
+        self.config, self.kernel, self.device, self.prefill_rows = config, kernel, device, prefill_rows
         self.runner = open_runner(device)
         self._products = _NumpyProducts() if self.runner.emulated else _CublasProducts()
         self.layers = [
@@ -58,7 +59,7 @@ class KernelModel(Pool):
         self.keys = [self.runner.empty(pool, "float16") for _ in self.layers]
         self.values = [self.runner.empty(pool, "float16") for _ in self.layers]
         self.table = self.runner.empty((max_requests, max_len), "int32", SCRATCH_PAGE)
-        self._prompt = _Rows(self, PREFILL_ROWS, self._prompt_buffers(), nv.Mask.CAUSAL, 1, PREFILL_ROWS)
+        self._prompt = _Rows(self, prefill_rows, self._prompt_buffers(), nv.Mask.CAUSAL, 1, prefill_rows)
 
     def set_slots(self, request: int, slots: np.ndarray) -> None:
         """The slots of a request by position; what is beyond them is scratch."""
@@ -69,13 +70,13 @@ class KernelModel(Pool):
 
     def prefill(self, request: int, tokens: list[int]) -> Any:
         """Store the keys and values of a text's first tokens, some rows at a time; their residual stream ``[n, E]``."""
-        rows, slots, hidden = self._prompt, self.table.get()[request], []
-        for start in range(0, len(tokens), PREFILL_ROWS):
-            n = min(PREFILL_ROWS, len(tokens) - start)
-            fill = [SCRATCH_PAGE * self.page_size] * (PREFILL_ROWS - n)
+        rows, most, slots, hidden = self._prompt, self.prefill_rows, self.table.get()[request], []
+        for start in range(0, len(tokens), most):
+            n = min(most, len(tokens) - start)
+            fill = [SCRATCH_PAGE * self.page_size] * (most - n)
             values = {
                 "tokens": [*tokens[start : start + n], *([0] * len(fill))],
-                "positions": np.arange(start, start + PREFILL_ROWS),
+                "positions": np.arange(start, start + most),
                 "out_cache_loc": [*slots[start : start + n], *fill], "qo_indptr": [0, n], "kv_indptr": [0, start],
                 "kv_indices": slots,
             }  # fmt: skip
@@ -110,8 +111,8 @@ class KernelModel(Pool):
 
     def _prompt_buffers(self) -> dict[str, Any]:
         """Of rows that are the next tokens of one text."""
-        sizes = {"tokens": PREFILL_ROWS, "positions": PREFILL_ROWS, "out_cache_loc": PREFILL_ROWS, "kv_indptr": 2,
-                 "qo_indptr": 2, "kv_indices": self.max_len}  # fmt: skip
+        sizes = {"qo_indptr": 2, "kv_indptr": 2, "kv_indices": self.max_len}
+        sizes |= dict.fromkeys(("tokens", "positions", "out_cache_loc"), self.prefill_rows)
         return {name: self.runner.empty((size,), "int64") for name, size in sizes.items()}
 
 
