@@ -75,10 +75,10 @@ class Decoded:
 
 def main(argv: Sequence[str], prog: str = "nbverify generate") -> int:
     """Run the command; its exit code."""
-    arguments = build_parser(prog).parse_args(argv)
+    started, arguments = time.perf_counter(), build_parser(prog).parse_args(argv)
     console, status = Console(highlight=False), Console(stderr=True)
-    if arguments.fit == bool(arguments.prompts):
-        raise ArgumentError("prompt", "one or more, or --fit", "both" if arguments.fit else "none")
+    if (arguments.fit is not None) == bool(arguments.prompts):
+        raise ArgumentError("prompt", "one or more, or --fit", "both" if arguments.prompts else "none")
     if arguments.emulate_layer is not None and arguments.device == "gpu":
         raise ArgumentError("--emulate-layer", "--device cpu: it checks the numpy path", "--device gpu")
     with _doing(status, "reading the weights"):
@@ -86,7 +86,7 @@ def main(argv: Sequence[str], prog: str = "nbverify generate") -> int:
         tokenizer = Tokenizer(weights.fields)
     device = choose_device(arguments.device)
     if arguments.fit:
-        return run_fit(weights, tokenizer, device, status)
+        return run_fit(weights, tokenizer, device, arguments.fit, status)
     prompts = [tokenizer.chat(prompt) for prompt in arguments.prompts]
     room = max(map(len, prompts)) + arguments.max_tokens + arguments.budget + 1
     with _doing(status, "making the model and its plans" + ("" if device == "cpu" else " (compiled once)")):
@@ -94,6 +94,7 @@ def main(argv: Sequence[str], prog: str = "nbverify generate") -> int:
         drafter = make_drafter(arguments.drafter, model)
         layer = None if arguments.emulate_layer is None else WatchedLayer(model, arguments.emulate_layer)
         decoder = Decoder(model, drafter, arguments.budget, end_token=tokenizer.end)
+    ready_s = time.perf_counter() - started
     shown = Streamed(console, tokenizer) if len(prompts) == 1 and not arguments.compare else None
     trees = decode(decoder, prompts, arguments.max_tokens, shown)
     if shown is None and not arguments.compare:
@@ -104,7 +105,7 @@ def main(argv: Sequence[str], prog: str = "nbverify generate") -> int:
     with _doing(status, f"plain decoding, {sample} tokens at most"):
         plain = decode(Decoder(model, end_token=tokenizer.end), prompts, sample)
     passed = not arguments.compare or compare(console, tokenizer, model, prompts, plain, trees)
-    show_figures(console, device, arguments, plain, trees)
+    show_figures(console, device, arguments, plain, trees, ready_s)
     if layer is not None:
         with _doing(status, f"layer {layer.layer} of the first step in the emulator (10 to 60 s)"):
             check = layer.emulate()
@@ -132,7 +133,10 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--weights", type=Path, metavar="FILE", help="the GGUF file, if the package is not installed")
     parser.add_argument("--emulate-layer", type=int, metavar="L", help="cpu: verify layer L of a step in the emulator")
-    parser.add_argument("--fit", action="store_true", help="fit the block heads to the model's own answers, and stop")
+    parser.add_argument(
+        "--fit", type=_positive, nargs="?", const=FIT_QUESTIONS, metavar="N",
+        help=f"fit the block heads to the model's own answers to N questions ({FIT_QUESTIONS}), and stop",
+    )  # fmt: skip
     return parser
 
 
@@ -234,21 +238,23 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     return None if len(one) == len(other) else min(len(one), len(other))
 
 
-def show_figures(console: Console, device: str, arguments: argparse.Namespace, plain: Decoded, trees: Decoded) -> None:
-    """The line under the answers."""
+def show_figures(
+    console: Console, device: str, arguments: argparse.Namespace, plain: Decoded, trees: Decoded, ready_s: float
+) -> None:
+    """The lines under the answers."""
     where = f"{device}, {arguments.drafter}, budget {arguments.budget}, {len(trees.answers)} at once"
     console.print(
         f"\n[bold]{trees.tokens_a_step:.2f}[/bold] tokens a step ({trees.num_tokens} in {trees.steps}), "
-        f"{trees.tokens_a_second:.1f} tokens/s with trees, {plain.tokens_a_second:.1f} plain; attention "
-        f"{trees.attention_s / trees.seconds:.0%} of the time ({where})"
+        f"[bold]{trees.tokens_a_second:.1f}[/bold] tokens/s with trees, {plain.tokens_a_second:.1f} plain; attention "
+        f"{trees.attention_s / trees.seconds:.0%} of the time\n({where}; ready in {ready_s:.1f} s)"
     )
 
 
-def run_fit(weights: Any, tokenizer: Tokenizer, device: str, status: Console) -> int:
+def run_fit(weights: Any, tokenizer: Tokenizer, device: str, count: int, status: Console) -> int:
     """``--fit``."""
     from rich.progress import Progress
 
-    prompts = [tokenizer.chat(question) for question in fit.questions(FIT_QUESTIONS)]
+    prompts = [tokenizer.chat(question) for question in fit.questions(count)]
     room = max(map(len, prompts)) + fit.ANSWER + 1
     model = make_model(weights, device, FIT_REQUESTS, room)
     with Progress(console=status) as bar:

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from support.tiny_llama import CONFIG, LAYERS, PROMPTS, VOCAB, decoded, plain, tiny_model, tiny_tensors
+from support.tiny_llama import CONFIG, LAYERS, PROMPTS, VOCAB, Oracle, decoded, plain, tiny_model, tiny_tensors
 
 from examples.smollm2 import fit
 from examples.smollm2.decode import Decoder
@@ -13,26 +13,6 @@ from examples.smollm2.model import SCRATCH_PAGE, rms_norm
 from nbverify.errors import ArgumentError, NbverifyError
 
 NEW = 24
-
-
-class Oracle:
-    """Knows the texts; its candidate for each position is right but for every third, which is wrong at rank 0."""
-
-    depth, top_k = 4, 3
-
-    def __init__(self, texts):
-        self.texts = texts
-
-    def propose(self, texts, hidden):
-        made = []
-        for text in texts:
-            whole = next(one for one in self.texts if one[: len(text)] == list(text))
-            ahead = whole[len(text) : len(text) + self.depth]
-            wrong = [(len(text) + d) % 3 == 0 for d in range(len(ahead))]
-            made.append(
-                [{t: 0.4 if w else 0.7, (t + 1) % VOCAB: 0.5 if w else 0.2} for t, w in zip(ahead, wrong, strict=True)]
-            )
-        return made
 
 
 def heads(depth=3, seed=1):

@@ -12,6 +12,26 @@ WIDTH = CONFIG.num_q_heads * CONFIG.head_dim
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5], [7, 7, 7], [4, 9, 4, 9, 4], [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 11]]
 
 
+class Oracle:
+    """Knows the texts; its candidate for each position is right but for every third, which is wrong at rank 0."""
+
+    depth, top_k = 4, 3
+
+    def __init__(self, texts):
+        self.texts = texts
+
+    def propose(self, texts, hidden):
+        made = []
+        for text in texts:
+            whole = next(one for one in self.texts if one[: len(text)] == list(text))
+            ahead = whole[len(text) : len(text) + self.depth]
+            wrong = [(len(text) + d) % 3 == 0 for d in range(len(ahead))]
+            made.append(
+                [{t: 0.4 if w else 0.7, (t + 1) % VOCAB: 0.5 if w else 0.2} for t, w in zip(ahead, wrong, strict=True)]
+            )
+        return made
+
+
 def tiny_tensors(seed=0):
     """Weights by their GGUF names; matrices spread the values enough that texts do not settle on one token."""
     rng, kv_width = np.random.default_rng(seed), CONFIG.num_kv_heads * CONFIG.head_dim
