@@ -97,7 +97,9 @@ def main(argv: Sequence[str], prog: str = "nbverify generate") -> int:
     ready_s = time.perf_counter() - started
     shown = Streamed(console, tokenizer) if len(prompts) == 1 and not arguments.compare else None
     trees = decode(decoder, prompts, arguments.max_tokens, shown)
-    if shown is None and not arguments.compare:
+    if shown is not None:
+        console.print()
+    elif not arguments.compare:
         for prompt, answer in zip(arguments.prompts, trees.answers, strict=True):
             console.rule(Text(prompt.splitlines()[0][:100], style="bold"), align="left")
             console.print(coloured(answer, tokenizer))
@@ -190,9 +192,7 @@ class Streamed:
     def __call__(self, token: int, is_draft: bool) -> None:
         self.tokens.append(token)
         text = self.tokenizer.decode(self.tokens)
-        if token == self.tokenizer.end:
-            self.console.print()
-        elif not text.endswith("\N{REPLACEMENT CHARACTER}"):
+        if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             self.console.print(Text(text[self.printed :], DRAFT_STYLE if is_draft else ""), end="", soft_wrap=True)
             self.printed = len(text)
 

