@@ -107,7 +107,7 @@ class Decoder:
         """One step: every request grows by one token at least."""
         step, requests = self.step, self.requests
         if self.drafter is not None:
-            self._draft()
+            self._draft(self.drafter)
         step.replay()
         self.steps += 1
         lens, paths = step.accept_lens.get(), step.accept_nodes.get()
@@ -147,9 +147,9 @@ class Decoder:
         best = np.argsort(-logits, kind="stable")[:2]
         return best.tolist(), float(logits[best[0]] - logits[best[1]])
 
-    def _draft(self) -> None:
+    def _draft(self, drafter: Drafter) -> None:
         present = self.requests.values()
-        proposed = self.drafter.propose([one.ids for one in present], [one.hidden for one in present])
+        proposed = drafter.propose([one.ids for one in present], [one.hidden for one in present])
         of_row = dict(zip(self.requests, proposed, strict=True))
         drafts = [of_row.get(row, []) for row in range(self.model.max_requests)]
         tokens, logprobs = pack(drafts, self.depth, self.top_k)

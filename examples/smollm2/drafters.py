@@ -10,7 +10,7 @@ the last token, the root of the next tree, has not been through the target yet.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -62,9 +62,10 @@ class PromptLookup:
         """See :class:`Drafter`; ``hidden`` is not used."""
         return [[normed(weights) for weights in self.weights(text)] for text in texts]
 
-    def weights(self, text: Sequence[int]) -> list[Counter]:
+    def weights(self, text: Sequence[int]) -> list[dict[int, float]]:
         """For each position, {token: how strongly the text so far speaks for it}."""
-        ids, found = np.asarray(text), [Counter() for _ in range(self.depth)]
+        ids = np.asarray(text)
+        found: list[dict[int, float]] = [defaultdict(float) for _ in range(self.depth)]
         hit = np.ones(len(ids) - 1, bool)  # hit[i]: the last `length` tokens also end before i + 1
         for length in range(1, min(LONGEST_SUFFIX, len(ids) - 1) + 1):
             hit[: length - 1] = False
@@ -117,20 +118,21 @@ class Mixture:
             for text, fitted in zip(texts, self.heads.propose(texts, hidden), strict=True)
         ]
 
-    def _mixed(self, found: list[Counter], fitted: list[Distribution]) -> list[Distribution]:
+    def _mixed(self, found: list[dict[int, float]], fitted: list[Distribution]) -> list[Distribution]:
         out = []
         for d in range(self.depth):
-            weights = found[d] if d < len(found) else Counter()
+            weights = found[d] if d < len(found) else {}
             predicted = fitted[d] if d < len(fitted) else {}
-            share = sum(weights.values()) / (sum(weights.values()) + TRUSTED) if predicted else 1.0
-            mixed = Counter({token: (1 - share) * probability for token, probability in predicted.items()})
+            total = sum(weights.values())
+            share = total / (total + TRUSTED) if predicted else 1.0
+            mixed = {token: (1 - share) * probability for token, probability in predicted.items()}
             for token, probability in normed(weights).items():
-                mixed[token] += share * probability
-            out.append(dict(mixed))
+                mixed[token] = mixed.get(token, 0.0) + share * probability
+            out.append(mixed)
         return out
 
 
-def normed(weights: Counter) -> Distribution:
+def normed(weights: dict[int, float]) -> Distribution:
     """Weights as probabilities; empty stays empty."""
     total = sum(weights.values())
     return {token: weight / total for token, weight in weights.items()}

@@ -187,7 +187,8 @@ class Streamed:
     """Prints an answer token by token.  Bytes of a character that is not complete wait for the rest."""
 
     def __init__(self, console: Console, tokenizer: Tokenizer):
-        self.console, self.tokenizer, self.tokens, self.printed = console, tokenizer, [], 0
+        self.console, self.tokenizer, self.printed = console, tokenizer, 0
+        self.tokens: list[int] = []
 
     def __call__(self, token: int, is_draft: bool) -> None:
         self.tokens.append(token)
@@ -275,14 +276,15 @@ def run_fit(weights: Any, tokenizer: Tokenizer, device: str, count: int, status:
 class WatchedLayer:
     """Keeps what one layer's attention was given in the first step with a tree, for the emulator."""
 
-    def __init__(self, model: NumpyModel, layer: int):
+    def __init__(self, model: Any, layer: int):
         if not 0 <= layer < len(model.layers):
             raise ArgumentError("--emulate-layer", f"0 to {len(model.layers) - 1}", layer)
-        self.layer, self.inputs = layer, None
+        self.layer = layer
+        self.inputs: dict[str, Any] = {}
         model.on_attend = self._keep
 
     def _keep(self, layer: int, mask: str, inputs: dict[str, Any], out: np.ndarray) -> None:
-        if layer == self.layer and mask == "tree" and self.inputs is None:
+        if layer == self.layer and mask == "tree" and not self.inputs:
             self.inputs = {name: np.array(array) for name, array in inputs.items()}
 
     def emulate(self) -> demo.Check:

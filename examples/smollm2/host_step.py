@@ -47,7 +47,7 @@ class HostStep:
         """One step, with what stands in the buffers now."""
         assert self._model is not None
         trees = build_trees(self.tokens, self.logprobs, self.root_tokens, self.budgets, self.max_nodes)
-        lengths = {"req_to_token": self.req_to_token, "req_pool_indices": self.req_pool_indices}
+        lengths: dict[str, Any] = {"req_to_token": self.req_to_token, "req_pool_indices": self.req_pool_indices}
         prefix_lens = self.prefix_lens.get()
         listed = prefix_indices(**lengths, prefix_lens=prefix_lens, capacity=self.req_to_token.size)
         made = tree_buffers(trees.parents, trees.num_nodes, prefix_lens, mask="tree")
@@ -59,15 +59,20 @@ class HostStep:
             "out_cache_loc": slots, "custom_mask": made.custom_mask, "mask_indptr": made.mask_indptr,
         }  # fmt: skip
         target = self._model(tokens, made.positions, buffers)
-        tree = {"num_nodes": trees.num_nodes, "qo_indptr": made.qo_indptr}
-        accepted = accept_greedy(trees.parents, trees.node_tokens, **tree, target_tokens=target, max_depth=self.depth)
-        path = {"accept_nodes": accepted.accept_nodes, "accept_lens": accepted.accept_lens}
-        done = compact(self.planes, out_cache_loc=slots, prefix_lens=prefix_lens, **tree, **path, **lengths)
+        accepted = accept_greedy(
+            trees.parents, trees.node_tokens, trees.num_nodes, made.qo_indptr, target, max_depth=self.depth
+        )
+        done = compact(
+            self.planes, out_cache_loc=slots, qo_indptr=made.qo_indptr, accept_nodes=accepted.accept_nodes,
+            accept_lens=accepted.accept_lens, num_nodes=trees.num_nodes, prefix_lens=prefix_lens, **lengths,
+        )  # fmt: skip
         self.prefix_lens.set(done.new_prefix_lens)
         self.root_tokens.set(np.where(accepted.accept_lens > 0, accepted.bonus_tokens, self.root_tokens))
         self.num_nodes, self.node_tokens = trees.num_nodes.view(HostArray), trees.node_tokens.view(HostArray)
         self.parents, self.qo_indptr = trees.parents.view(HostArray), made.qo_indptr.view(HostArray)
-        self.accept_nodes, self.accept_lens = (array.view(HostArray) for array in path.values())
+        self.accept_nodes, self.accept_lens = (
+            array.view(HostArray) for array in (accepted.accept_nodes, accepted.accept_lens)
+        )
         self._flags = {"indices": listed.flags, "accept": accepted.flags, "compact": done.flags}
 
     def problems(self) -> list[str]:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 import nbverify as nv
-from examples.smollm2.kernels import stage
 from examples.smollm2.model import SCRATCH_PAGE, Config, Pool, layers_of, rope_table
+from examples.smollm2.stages import stage
 from nbverify.errors import NbverifyError
 from nbverify.graphs import Graph
-from nbverify.stages import open_runner
+from nbverify.stages import GpuRunner, open_runner
 from nbverify.tree import Plane, VerifyStep
 
 ATTENTION_REPLAYS = 20
@@ -93,7 +93,7 @@ class KernelModel(Pool):
 
     def attention_s(self, step: _Step, steps: int) -> float:
         """Seconds that so many steps spend in attention: launches of all layers timed by themselves."""
-        if steps == 0 or self.runner.emulated:
+        if steps == 0 or not isinstance(self.runner, GpuRunner):
             return 0.0
         graph = Graph(self.runner.device, step.rows.attend_all)
         graph.launch(0)
@@ -116,11 +116,14 @@ class KernelModel(Pool):
         return {name: self.runner.empty((size,), "int64") for name, size in sizes.items()}
 
 
-def verify_spec(config: Config, mask: nv.Mask, kernel: str, **sizes: int) -> nv.VerifySpec:
-    """The attention of every layer; ``sizes`` are max_requests, max_nodes and max_kv_len."""
+def verify_spec(
+    config: Config, mask: nv.Mask, kernel: str, *, max_requests: int, max_nodes: int, max_kv_len: int
+) -> nv.VerifySpec:
+    """The attention of every layer."""
     return nv.VerifySpec.gqa(
-        config.num_q_heads, config.num_kv_heads, config.head_dim, **sizes, sm_scale=config.head_dim**-0.5,
-        dtype="float16", mask=mask, kernel=kernel, schedule="step" if kernel == "mma" else "launch",
+        config.num_q_heads, config.num_kv_heads, config.head_dim, max_requests=max_requests, max_nodes=max_nodes,
+        max_kv_len=max_kv_len, sm_scale=config.head_dim**-0.5, dtype="float16", mask=mask, kernel=kernel,
+        schedule="step" if kernel == "mma" else "launch",
     )  # fmt: skip
 
 

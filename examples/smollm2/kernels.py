@@ -1,4 +1,4 @@
-"""The small kernels between the matrix products, as stages of nbverify (nbverify/stages.py); 16-bit values are float16.
+"""The small kernels between the matrix products; 16-bit values are float16.  Their parameters: stages.py.
 
     take_slots   out_cache_loc[b * N + j] = req_to_token[b, prefix_lens[b] + j]           the windows of a step
     embed        x[r, :] = embed[tokens[r], :]                                            float16 to float32
@@ -14,31 +14,12 @@ import math
 
 from numba import cuda, float32, int32, int64, uint16
 
+from examples.smollm2.stages import THREADS
 from nbverify.kernels.formats import float16_to_float32, float32_to_float16
 from nbverify.kernels.geometry import FULL_WARP, WARP
-from nbverify.stages import Stage, array, scalar
 
-THREADS = 128
 WARPS = THREADS // WARP
 ONE = float32(1.0)
-
-PARAMETERS = {
-    "take_slots": (array("req_to_token", "int32"), array("prefix_lens", "int64"), array("out_cache_loc", "int64"),
-                   scalar("max_len"), scalar("num_nodes")),
-    "embed": (array("tokens", "int64"), array("table", "uint16"), array("x", "float32"), scalar("width")),
-    "rms_norm": (array("x", "float32"), array("weight", "float32"), array("y", "uint16"), scalar("width"),
-                 scalar("epsilon", "float32")),
-    "rope_store": (array("qkv", "float32"), array("positions", "int64"), array("slots", "int64"),
-                   array("angles", "float32"), array("q", "uint16"), array("keys", "uint16"),
-                   array("values", "uint16"), scalar("num_q_heads"), scalar("num_kv_heads"), scalar("head_dim"),
-                   scalar("max_len")),
-    "silu_mul": (array("gate_up", "float32"), array("y", "uint16"), scalar("width")),
-}  # fmt: skip
-
-
-def stage(name: str) -> Stage:
-    """The kernel of that name."""
-    return Stage(name, "examples.smollm2.kernels", PARAMETERS[name], threads=THREADS, constants={"name": name})
 
 
 def make_body(name: str):

@@ -62,7 +62,7 @@ class Layer:
 
 def layers_of(tensors: dict[str, np.ndarray]) -> list[Layer]:
     """All layers, from tensors by their GGUF names."""
-    layers = []
+    layers: list[Layer] = []
     while f"blk.{len(layers)}.attn_q.weight" in tensors:
 
         def part(*names: str, prefix: str = f"blk.{len(layers)}.") -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from examples.smollm2.kernels import PARAMETERS, stage
+from examples.smollm2.stages import PARAMETERS, stage
 from nbverify.compile import compile_stage, target_of
 
 

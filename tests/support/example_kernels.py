@@ -10,8 +10,8 @@ import pytest
 
 from examples.smollm2.decode import Decoder
 from examples.smollm2.kernel_model import KernelModel
-from examples.smollm2.kernels import stage
 from examples.smollm2.model import NumpyModel, rms_norm
+from examples.smollm2.stages import stage
 from nbverify.stages import open_runner
 from support.tiny_llama import CONFIG, PROMPTS, Oracle, decoded, tiny_model, tiny_tensors
 
