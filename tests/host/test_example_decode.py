@@ -98,7 +98,8 @@ def test_the_pool_holds_what_a_prompt_would_have_left_there():
     for row, request in decoder.requests.items():
         fresh, n = tiny_model(), len(request.ids) - 1
         fresh.set_slots(0, np.arange(n) + 16)
-        fresh.prefill(0, request.ids[:n])
+        hidden = fresh.prefill(0, request.ids[:n])
+        np.testing.assert_allclose(request.hidden, hidden[-1], atol=1e-4)  # what the next drafts are made from
         for ours, theirs in zip(model.keys + model.values, fresh.keys + fresh.values, strict=True):
             np.testing.assert_allclose(ours[model.table[row, :n]], theirs[16 : 16 + n], atol=1e-4)
 
@@ -207,6 +208,14 @@ def test_fitted_heads_predict_and_are_kept(tmp_path):
     made, right = fit.fit(model, prompts, end_token=None, answer=40, depth=2, progress=lambda *what: told.append(what))
     assert made.shape == (2, 288, 144) and right.shape == (2,)
     assert right[0] > 3 / VOCAB  # guessing gives one
+    drafter, hits = RidgeHeads(made, model), np.zeros(2)
+    texts = [prompt + text for prompt, text in zip(prompts, plain(prompts, 40), strict=True)][fit.HELD_OUT :]
+    for text in texts:  # those that it was fitted to
+        stream = model.prefill(0, text)
+        for at in range(1, 30):
+            positions = drafter.propose([text[: at + 1]], [stream[at - 1]])[0]
+            hits += [max(p, key=p.get) == text[at + 1 + d] for d, p in enumerate(positions)]
+    assert (hits > 0.12 * 29 * len(texts)).all()
     assert told[-1] == ("texts read again", 24, 24) and ("answers, tokens at most", 24 * 40, 24 * 40) in told
     path = fit.save_heads(made, tmp_path / "new" / "heads.npz")
     np.testing.assert_allclose(fit.load_heads(path), made, atol=1e-3)
