@@ -1,4 +1,4 @@
-"""The command line: ``nbverify demo | doctor | compile | tree | bench``.
+"""The command line: ``nbverify demo | doctor | compile | tree | generate | bench``.
 
 Exit codes: 0 it worked; 1 it did not (a check failed, something is broken, an error); 2 wrong usage; 130 interrupted.
 Whatever is heavy is imported inside a command, so that ``--help`` is quick and ``doctor`` runs on a broken machine.
@@ -71,6 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_doctor(commands)
     add_compile(commands)
     add_tree(commands)
+    add_generate(commands)
     add_bench(commands)
     return parser
 
@@ -412,34 +413,55 @@ def run_tree(arguments: argparse.Namespace) -> int:
     return 0
 
 
-# --- bench -----------------------------------------------------------------------------------------------------------
+# --- commands of the checkout -----------------------------------------------------------------------------------------
+
+
+def add_generate(commands: Any) -> None:
+    """``generate``."""
+    add_handed_on(
+        commands, "generate", "let a small language model answer, decoded with draft trees (in a checkout)"
+    ).set_defaults(run=run_generate)
 
 
 def add_bench(commands: Any) -> None:
-    """``bench`` hands everything behind it on, ``--help`` too: no character of it begins a flag of this parser."""
-    parser = commands.add_parser(
-        "bench",
-        help="time the kernels on a GPU beside its limits and other kernels (in a checkout)",
-        add_help=False,
-        prefix_chars="\0",
-    )
+    """``bench``."""
+    add_handed_on(
+        commands, "bench", "time the kernels on a GPU beside its limits and other kernels (in a checkout)"
+    ).set_defaults(run=run_bench)
+
+
+def add_handed_on(commands: Any, name: str, what: str) -> argparse.ArgumentParser:
+    """A command that hands everything behind it on, ``--help`` too: no character of it begins a flag of this parser."""
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=what, add_help=False, prefix_chars="\0")
     parser.add_argument("flags", nargs=argparse.REMAINDER)
-    parser.set_defaults(run=run_bench)
+    return parser
+
+
+def run_generate(arguments: argparse.Namespace) -> int:
+    """``nbverify generate``: ``examples/smollm2/generate.py``."""
+    find_in_checkout("generate", "the example model is", "examples/smollm2/generate.py", "examples.smollm2.generate")
+    from examples.smollm2 import generate
+
+    return generate.main(arguments.flags, prog="nbverify generate")
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
-    """``nbverify bench``: ``python -m benchmarks.verify`` of the checkout that this package lies in."""
-    root = Path(nbverify.__file__).resolve().parents[1]
-    if not (root / "benchmarks" / "verify.py").is_file():
-        raise NbverifyError(
-            "bench: the benchmarks are part of the source tree and not of the installed package, and there is no "
-            f"benchmarks/verify.py in {root}: run it in a checkout (python -m benchmarks.verify), or after "
-            "`pip install -e CHECKOUT`"
-        )
-    sys.path.insert(0, str(root))
+    """``nbverify bench``: ``benchmarks/verify.py``."""
+    find_in_checkout("bench", "the benchmarks are", "benchmarks/verify.py", "benchmarks.verify")
     from benchmarks import verify
 
     return verify.main(arguments.flags, prog="nbverify bench")
+
+
+def find_in_checkout(command: str, they_are: str, file: str, module: str) -> None:
+    """Make the modules of the checkout that this package lies in importable; NbverifyError outside one."""
+    root = Path(nbverify.__file__).resolve().parents[1]
+    if not (root / file).is_file():
+        raise NbverifyError(
+            f"{command}: {they_are} part of the source tree and not of the installed package, and there is no "
+            f"{file} in {root}: run it in a checkout (python -m {module}), or after `pip install -e CHECKOUT`"
+        )
+    sys.path.insert(0, str(root))
 
 
 # --- parsing ---------------------------------------------------------------------------------------------------------

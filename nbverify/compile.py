@@ -25,6 +25,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -168,7 +169,8 @@ def compile_spec(
 
 def compile_stage(stage: Stage, target: Target) -> CompiledKernel:
     """One kernel of a tree step (stages.py), from the cache or compiled now."""
-    key = (tree_source_hash(), _build_hash(), stage.compile_key, target.name, toolkit_versions())
+    sources = tree_source_hash(), _build_hash(), _stage_hash(stage)
+    key = (*sources, stage.compile_key, target.name, toolkit_versions())
     path = cache_directory() / f"{_digest(key)}.json"
     kernels = _read_cached(path)
     if kernels is None:
@@ -367,6 +369,12 @@ def source_hash() -> str:
 def tree_source_hash() -> str:
     """Hash of the sources of the tree step's kernels: tree/kernels/, and the verify kernels' that they build on."""
     return _digest((source_hash(), _hash_files([*(Path(__file__).parent / "tree" / "kernels").glob("*.py")])))[:16]
+
+
+def _stage_hash(stage: Stage) -> str:
+    """Hash of the file that a stage's body is in, which may be anyone's."""
+    found = importlib.util.find_spec(stage.module)
+    return _hash_files([Path(found.origin)]) if found is not None and found.origin else ""
 
 
 @cache

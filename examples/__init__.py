@@ -1,0 +1,1 @@
+"""Programs of the checkout; `nbverify generate` runs one of them."""

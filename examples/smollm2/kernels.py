@@ -1,0 +1,107 @@
+"""The small kernels between the matrix products; 16-bit values are float16.  Their parameters: stages.py.
+
+    take_slots   out_cache_loc[b * N + j] = req_to_token[b, prefix_lens[b] + j]           the windows of a step
+    embed        x[r, :] = embed[tokens[r], :]                                            float16 to float32
+    rms_norm     y[r, :] = x[r, :] * weight / sqrt(mean(x[r, :]^2) + epsilon)             float32 to float16
+    rope_store   q, k turned by the row's position, q for attention, k and v into the row's slot of the pool
+    silu_mul     y[r, f] = silu(gate_up[r, f]) * gate_up[r, F + f]                        float32 to float16
+
+Launch      a block of THREADS threads for each row r, take_slots one for each request; E, F and N are any numbers.
+Numerics    float32, sums in a fixed order: the same row gives the same bits in any batch.
+"""
+
+import math
+
+from numba import cuda, float32, int32, int64, uint16
+
+from examples.smollm2.stages import THREADS
+from nbverify.kernels.formats import float16_to_float32, float32_to_float16
+from nbverify.kernels.geometry import FULL_WARP, WARP
+
+WARPS = THREADS // WARP
+ONE = float32(1.0)
+
+
+def make_body(name: str):
+    """``body(args)`` of the kernel of that name."""
+    return {"take_slots": take_slots, "embed": embed, "rms_norm": rms_norm, "rope_store": rope_store,
+            "silu_mul": silu_mul}[name]  # fmt: skip
+
+
+def take_slots(args):
+    """See the head; a step never reaches beyond what its request has slots for."""
+    request, j = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
+    while j < args.num_nodes:
+        position = min(args.prefix_lens[request] + j, args.max_len - 1)
+        args.out_cache_loc[request * args.num_nodes + j] = args.req_to_token[request * args.max_len + position]
+        j += THREADS
+
+
+def embed(args):
+    """See the head."""
+    row, e = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
+    token = args.tokens[row]
+    while e < args.width:
+        args.x[row * args.width + e] = float16_to_float32(args.table[token * args.width + e])
+        e += THREADS
+
+
+def rms_norm(args):
+    """See the head; each thread adds up its own columns, then warps, then the block."""
+    row, thread = int64(cuda.blockIdx.x), int32(cuda.threadIdx.x)
+    of_warps = cuda.shared.array(WARPS, float32)
+    squares = float32(0.0)
+    e = int64(thread)
+    while e < args.width:
+        value = args.x[row * args.width + e]
+        squares += value * value
+        e += THREADS
+    for step in (16, 8, 4, 2, 1):
+        squares += cuda.shfl_xor_sync(FULL_WARP, squares, step)
+    if thread % WARP == 0:
+        of_warps[thread // WARP] = squares
+    cuda.syncthreads()  # publishes the warps' sums
+    total = float32(0.0)
+    for warp in range(WARPS):
+        total += of_warps[warp]
+    factor = ONE / math.sqrt(total / float32(args.width) + args.epsilon)
+    e = int64(thread)
+    while e < args.width:
+        value = args.x[row * args.width + e] * args.weight[e] * factor
+        args.y[row * args.width + e] = uint16(float32_to_float16(value))
+        e += THREADS
+
+
+def rope_store(args):
+    """See the head; a thread has a pair of neighbours at a time."""
+    row, pair = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
+    position, slot = min(args.positions[row], args.max_len - 1), args.slots[row]
+    half = args.head_dim // 2
+    first_k, first_v = args.num_q_heads * half, (args.num_q_heads + args.num_kv_heads) * half
+    end = first_v + args.num_kv_heads * half
+    while pair < end:
+        even, odd = args.qkv[2 * (row * end + pair)], args.qkv[2 * (row * end + pair) + 1]
+        if pair < first_v:  # v is not turned
+            at = position * args.head_dim + pair % half
+            cos, sin = args.angles[at], args.angles[at + half]
+            even, odd = even * cos - odd * sin, even * sin + odd * cos
+        low, high = uint16(float32_to_float16(even)), uint16(float32_to_float16(odd))
+        if pair < first_k:
+            to = 2 * (row * first_k + pair)
+            args.q[to], args.q[to + 1] = low, high
+        elif pair < first_v:
+            to = 2 * (slot * args.num_kv_heads * half + pair - first_k)
+            args.keys[to], args.keys[to + 1] = low, high
+        else:
+            to = 2 * (slot * args.num_kv_heads * half + pair - first_v)
+            args.values[to], args.values[to + 1] = low, high
+        pair += THREADS
+
+
+def silu_mul(args):
+    """See the head."""
+    row, f = int64(cuda.blockIdx.x), int64(cuda.threadIdx.x)
+    while f < args.width:
+        gate, up = args.gate_up[2 * row * args.width + f], args.gate_up[(2 * row + 1) * args.width + f]
+        args.y[row * args.width + f] = uint16(float32_to_float16(gate / (ONE + math.exp(-gate)) * up))
+        f += THREADS

@@ -1,0 +1,130 @@
+"""The example's model through the kernels, random weights.  Collected by the emulated and the gpu tier.
+
+In the emulator a few steps; on a GPU all drafters, budgets, batches and page sizes, and the graph itself.
+"""
+
+import math
+
+import numpy as np
+import pytest
+
+from examples.smollm2.decode import Decoder
+from examples.smollm2.kernel_model import KernelModel
+from examples.smollm2.model import NumpyModel, rms_norm
+from examples.smollm2.stages import stage
+from nbverify.stages import open_runner
+from support.tiny_llama import CONFIG, PROMPTS, Oracle, decoded, tiny_model, tiny_tensors
+
+HALF_ULP = 2.0**-11
+ROWS, WIDTH, SLOTS = 3, 150, 12
+
+
+class Small:
+    """One small kernel on a device: arrays in by name, arrays out."""
+
+    def __init__(self, dev, name):
+        self.runner, self.name = open_runner(dev.device), name
+
+    def run(self, grid, arrays, **scalars):
+        made = {}
+        for name, array in arrays.items():
+            made[name] = self.runner.empty(array.shape, array.dtype.name)
+            made[name].set(array)
+        self.runner.bind(stage(self.name), grid, made, scalars)(0)
+        return {name: array.get() for name, array in made.items()}
+
+
+def normal(seed, *shape, dtype=np.float32):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def nans(*shape, dtype=np.float16):
+    return np.full(shape, np.nan, dtype)
+
+
+def test_windows_are_the_next_slots_of_each_request(dev):
+    table = np.random.default_rng(0).permutation(40).astype(np.int32).reshape(2, 20)
+    arrays = {"req_to_token": table, "prefix_lens": np.array([3, 15]), "out_cache_loc": np.full(14, -1)}
+    got = Small(dev, "take_slots").run(2, arrays, max_len=20, num_nodes=7)["out_cache_loc"].reshape(2, 7)
+    assert got[0].tolist() == table[0, 3:10].tolist()
+    assert got[1].tolist() == [*table[1, 15:], table[1, -1], table[1, -1]]  # and never beyond the row
+
+
+def test_embeddings_are_widened(dev):
+    table, tokens = normal(1, 20, WIDTH, dtype=np.float16), np.array([7, 19, 0])
+    arrays = {"tokens": tokens, "table": table, "x": nans(ROWS, WIDTH, dtype=np.float32)}
+    np.testing.assert_array_equal(Small(dev, "embed").run(ROWS, arrays, width=WIDTH)["x"], table[tokens])
+
+
+def test_rows_are_normed(dev):
+    x, weight = 100 * normal(2, ROWS, WIDTH), normal(3, WIDTH)
+    arrays = {"x": x, "weight": weight, "y": nans(ROWS, WIDTH)}
+    got = Small(dev, "rms_norm").run(ROWS, arrays, width=WIDTH, epsilon=1e-5)["y"]
+    want = rms_norm(x.astype(np.float64), weight, 1e-5)
+    # The last rounding; the sum of WIDTH squares and two products are float32.
+    np.testing.assert_allclose(got, want, rtol=1.1 * HALF_ULP, atol=2.0**-24)
+
+
+def test_keys_are_turned_and_stored(dev):
+    q_heads, kv_heads, dim = CONFIG.num_q_heads, CONFIG.num_kv_heads, CONFIG.head_dim
+    model = tiny_model()
+    qkv, positions, slots = normal(4, ROWS, q_heads + 2 * kv_heads, dim), np.array([0, 5, 41]), np.array([2, 11, 7])
+    arrays = {
+        "qkv": qkv, "positions": positions, "slots": slots, "angles": model.rope_table, "q": nans(ROWS, q_heads, dim),
+        "keys": nans(SLOTS, kv_heads, dim), "values": nans(SLOTS, kv_heads, dim),
+    }  # fmt: skip
+    shape = {"num_q_heads": q_heads, "num_kv_heads": kv_heads, "head_dim": dim, "max_len": model.max_len}
+    got = Small(dev, "rope_store").run(ROWS, arrays, **shape)
+    q, k, v = np.split(qkv, [q_heads, q_heads + kv_heads], axis=1)
+    bound = {"rtol": 1.1 * HALF_ULP, "atol": 4e-7}  # of products that may cancel: an ulp of the larger one
+    np.testing.assert_allclose(got["q"], model.rope(q, positions), **bound)
+    np.testing.assert_allclose(got["keys"][slots], model.rope(k, positions), **bound)
+    np.testing.assert_array_equal(got["values"][slots], v.astype(np.float16))
+    others = np.setdiff1d(np.arange(SLOTS), slots)
+    assert np.isnan(got["keys"][others]).all() and np.isnan(got["values"][others]).all()
+
+
+def test_gates_open(dev):
+    gate_up = 5 * normal(5, ROWS, 2 * WIDTH)
+    gate_up[0, :3] = 90.0, -90.0, 0.0
+    got = Small(dev, "silu_mul").run(ROWS, {"gate_up": gate_up, "y": nans(ROWS, WIDTH)}, width=WIDTH)["y"]
+    gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
+    np.testing.assert_allclose(got, gate / (1 + np.exp(-gate)) * up, rtol=1.2 * HALF_ULP, atol=2.0**-24)
+
+
+def kernel_model(dev, *, max_requests=2, max_len=64, page_size=4, kernel="simt", prefill_rows=4):
+    sizes = {"max_requests": max_requests, "max_len": max_len, "page_size": page_size, "prefill_rows": prefill_rows}
+    return KernelModel(tiny_tensors(), CONFIG, **sizes, device=dev.device, kernel=kernel)
+
+
+@pytest.mark.parametrize("kernel", ["simt", "mma"])
+def test_a_prompt_goes_through_in_parts(dev, kernel):
+    """Against numpy in float32, from weights in float16: six tokens, four at a time."""
+    half = {name: array.astype(np.float16).astype(np.float32) for name, array in tiny_tensors().items()}
+    want_from = NumpyModel(half, CONFIG, max_requests=1, max_len=64)
+    ids, slots = [3, 1, 4, 1, 5, 9], np.array([9, 6, 20, 11, 5, 17])
+    want_from.set_slots(0, slots)
+    want = want_from.prefill(0, ids)
+    model = kernel_model(dev, kernel=kernel)
+    model.set_slots(1, slots)
+    got = model.prefill(1, ids)
+    got = got if isinstance(got, np.ndarray) else got.get()
+    # Roundings to float16, some ten on the way of a value through two layers, most of them independent.
+    bound = 10 * HALF_ULP * math.sqrt(10)
+    np.testing.assert_allclose(got, want, rtol=0, atol=bound * abs(want).max())
+    keys = model.keys[1].get()[slots]
+    np.testing.assert_allclose(
+        keys, want_from.keys[1][slots], rtol=0, atol=10 * HALF_ULP * math.sqrt(10) * abs(keys).max()
+    )
+    assert len(model.prefill(1, [])) == 0
+
+
+def test_trees_give_what_plain_decoding_through_the_same_kernels_gives(dev):
+    """Ragged prompts; the shorter text's row is used again by the third."""
+    model, prompts, new = kernel_model(dev), PROMPTS[:3], 12 if dev.is_gpu else 3
+    plain, _ = decoded(Decoder(model), prompts, new)
+    decoder = Decoder(model, Oracle([prompt + text + [0] * 9 for prompt, text in zip(prompts, plain, strict=True)]), 5)
+    trees, drafted = decoded(decoder, prompts, new)
+    assert trees == plain
+    assert drafted >= len(prompts) and decoder.steps < new * len(prompts)
+    assert decoder.step.problems() == []
