@@ -107,7 +107,7 @@ def main(argv: Sequence[str], prog: str = "nbverify generate") -> int:
     with _doing(status, f"plain decoding, {sample} tokens at most"):
         plain = decode(Decoder(model, end_token=tokenizer.end), prompts, sample)
     passed = not arguments.compare or compare(console, tokenizer, model, prompts, plain, trees)
-    show_figures(console, device, arguments, plain, trees, ready_s)
+    show_figures(console, device, arguments, model.max_requests, plain, trees, ready_s)
     if layer is not None:
         with _doing(status, f"layer {layer.layer} of the first step in the emulator (10 to 60 s)"):
             check = layer.emulate()
@@ -240,10 +240,16 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def show_figures(
-    console: Console, device: str, arguments: argparse.Namespace, plain: Decoded, trees: Decoded, ready_s: float
+    console: Console,
+    device: str,
+    arguments: argparse.Namespace,
+    requests: int,
+    plain: Decoded,
+    trees: Decoded,
+    ready_s: float,
 ) -> None:
     """The lines under the answers."""
-    where = f"{device}, {arguments.drafter}, budget {arguments.budget}, {len(trees.answers)} at once"
+    where = f"{device}, {arguments.drafter}, budget {arguments.budget}, {requests} at once"
     console.print(
         f"\n[bold]{trees.tokens_a_step:.2f}[/bold] tokens a step ({trees.num_tokens} in {trees.steps}), "
         f"[bold]{trees.tokens_a_second:.1f}[/bold] tokens/s with trees, {plain.tokens_a_second:.1f} plain; attention "
