@@ -29,6 +29,10 @@ from examples.smollm2.weights import find_file, read_gguf
 from nbverify import demo, doctor, reference
 from nbverify.errors import ArgumentError
 
+DESCRIPTION = (
+    "Let SmolLM2-135M-Instruct answer, decoded with draft trees, token for token as plain greedy decoding does. "
+    "Accepted drafts are green.  docs/example.md says how to get the weights."
+)
 BUDGETS = (8, 16, 32, 64)
 DRAFTERS = ("lookup", "ridge", "mixture")
 MOST_REQUESTS = 8  # at once
@@ -120,7 +124,7 @@ def main(argv: Sequence[str], prog: str = "nbverify generate") -> int:
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     """The flags."""
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="several are decoded at once")
     parser.add_argument("--budget", type=int, choices=BUDGETS, default=16, help="drafted nodes of a tree (16)")
     parser.add_argument(

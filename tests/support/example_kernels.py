@@ -123,6 +123,7 @@ def test_a_short_text_takes_fewer_rows_at_once(dev):
     assert kernel_model(dev, max_len=20, prefill_rows=64).prefill_rows == 20
 
 
+@pytest.mark.timeout(300)  # half a minute in the emulator, more where other tests run beside it
 def test_trees_give_what_plain_decoding_through_the_same_kernels_gives(dev):
     """Ragged prompts and trees: one request has no drafts, and a row of the batch is used again by the third text."""
     model, prompts, new = kernel_model(dev), PROMPTS[:3], 12 if dev.is_gpu else 3
