@@ -81,18 +81,13 @@ def fit(
         written = sum(map(len, texts)) - sum(map(len, prompts))
         progress("answers, tokens at most", written, answer * len(prompts))
     held_out = min(HELD_OUT, len(texts) // 2)
-    embed, norm = (to_host(array).astype(np.float32) for array in (model.embed, model.norm))
+    embed = to_host(model.embed).astype(np.float32)
     width = embed.shape[1]
     gram, cross = np.zeros((2 * width, 2 * width)), np.zeros((depth, 2 * width, width))
     measured = []
     for i, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
-        model.set_slots(0, np.arange(len(text)) + (SCRATCH_PAGE + 1) * model.page_size)
-        stream = rms_norm(to_host(model.prefill(0, text)), norm, model.config.epsilon)
-        begin, end = len(prompt) - 1, len(text) - depth
-        if begin < end:
-            roots = embed[text[begin + 1 : end + 1]] * np.float32(EMBED_SCALE)
-            x = np.hstack([stream[begin:end], roots]).astype(np.float64)
-            y = np.stack([stream[begin + d : end + d] for d in range(1, depth + 1)]).astype(np.float64)
+        x, y = pairs(model, text, len(prompt), depth)
+        if len(x):
             if i < held_out:
                 measured.append((x, y))
             else:
@@ -104,6 +99,19 @@ def fit(
     heads = np.linalg.solve(gram, cross).astype(np.float32)
     x, y = np.vstack([x for x, _ in measured]), np.concatenate([y for _, y in measured], axis=1)
     return heads, np.array([_agreement(x @ heads[d] @ embed.T, y[d] @ embed.T) for d in range(depth)])
+
+
+def pairs(model: Any, text: list[int], prompt_len: int, depth: int) -> tuple[np.ndarray, np.ndarray]:
+    """What heads see of an answer, ``[n, 2 E]``, and what they are to say, ``[depth, n, E]``: float64.
+
+    Row i is about the answer's token i as the root; n is what leaves ``depth`` tokens behind it.
+    """
+    model.set_slots(0, np.arange(len(text)) + (SCRATCH_PAGE + 1) * model.page_size)
+    stream = rms_norm(to_host(model.prefill(0, text)), to_host(model.norm), model.config.epsilon).astype(np.float64)
+    begin, end = prompt_len - 1, max(prompt_len - 1, len(text) - depth)
+    roots = to_host(model.embed)[text[begin + 1 : end + 1]].astype(np.float64) * EMBED_SCALE
+    ahead = [stream[begin + d : end + d] for d in range(1, depth + 1)]
+    return np.hstack([stream[begin:end], roots]), np.stack(ahead)
 
 
 def _agreement(one: np.ndarray, other: np.ndarray) -> float:

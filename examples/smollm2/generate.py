@@ -29,6 +29,10 @@ from examples.smollm2.weights import find_file, read_gguf
 from nbverify import demo, doctor, reference
 from nbverify.errors import ArgumentError
 
+DESCRIPTION = (
+    "Let SmolLM2-135M-Instruct answer, decoded with draft trees, token for token as plain greedy decoding does. "
+    "Accepted drafts are green.  docs/example.md says how to get the weights."
+)
 BUDGETS = (8, 16, 32, 64)
 DRAFTERS = ("lookup", "ridge", "mixture")
 MOST_REQUESTS = 8  # at once
@@ -107,7 +111,7 @@ def main(argv: Sequence[str], prog: str = "nbverify generate") -> int:
     with _doing(status, f"plain decoding, {sample} tokens at most"):
         plain = decode(Decoder(model, end_token=tokenizer.end), prompts, sample)
     passed = not arguments.compare or compare(console, tokenizer, model, prompts, plain, trees)
-    show_figures(console, device, arguments, plain, trees, ready_s)
+    show_figures(console, device, arguments, model.max_requests, plain, trees, ready_s)
     if layer is not None:
         with _doing(status, f"layer {layer.layer} of the first step in the emulator (10 to 60 s)"):
             check = layer.emulate()
@@ -120,7 +124,7 @@ def main(argv: Sequence[str], prog: str = "nbverify generate") -> int:
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     """The flags."""
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
+    parser = argparse.ArgumentParser(prog=prog, description=DESCRIPTION)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="several are decoded at once")
     parser.add_argument("--budget", type=int, choices=BUDGETS, default=16, help="drafted nodes of a tree (16)")
     parser.add_argument(
@@ -240,10 +244,16 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def show_figures(
-    console: Console, device: str, arguments: argparse.Namespace, plain: Decoded, trees: Decoded, ready_s: float
+    console: Console,
+    device: str,
+    arguments: argparse.Namespace,
+    requests: int,
+    plain: Decoded,
+    trees: Decoded,
+    ready_s: float,
 ) -> None:
     """The lines under the answers."""
-    where = f"{device}, {arguments.drafter}, budget {arguments.budget}, {len(trees.answers)} at once"
+    where = f"{device}, {arguments.drafter}, budget {arguments.budget}, {requests} at once"
     console.print(
         f"\n[bold]{trees.tokens_a_step:.2f}[/bold] tokens a step ({trees.num_tokens} in {trees.steps}), "
         f"[bold]{trees.tokens_a_second:.1f}[/bold] tokens/s with trees, {plain.tokens_a_second:.1f} plain; attention "

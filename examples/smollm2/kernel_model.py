@@ -43,7 +43,8 @@ class KernelModel(Pool):
         device: int | str | nv.Emulator | None = None, kernel: str = "mma", prefill_rows: int = 64,
     ):  # fmt: skip
         super().__init__(max_requests=max_requests, max_len=max_len, page_size=page_size)
-        self.config, self.kernel, self.device, self.prefill_rows = config, kernel, device, prefill_rows
+        self.config, self.kernel, self.device = config, kernel, device
+        self.prefill_rows = prefill_rows = min(prefill_rows, max_len)
         self.runner = open_runner(device)
         self._products = _NumpyProducts() if self.runner.emulated else _CublasProducts()
         self.layers = [

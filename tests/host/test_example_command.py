@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.tiny_llama import CONFIG, plain, tiny_tensors
+from support.tiny_llama import CONFIG, Oracle, plain, tiny_tensors
 
 import nbverify
 from examples.smollm2 import fit, generate, measure
@@ -113,13 +113,25 @@ def test_the_emulator_verifies_one_layer_of_a_step(tiny, capsys):
     assert "layer 1 in the emulator: error " in capsys.readouterr().out
 
 
+def test_a_layer_that_fails_makes_the_command_fail(tiny, capsys, monkeypatch):
+    failing = generate.demo.Check("float64", "none", 1, 1.0, 2.0, False)
+    monkeypatch.setattr(generate.WatchedLayer, "emulate", lambda self: failing)
+    assert main(["generate", "BCD", "--device", "cpu", "--max-tokens", "2", "--emulate-layer", "1"]) == 1
+    assert "FAIL" in capsys.readouterr().out
+
+
+def test_drafts_are_told_from_what_the_target_said():
+    prompt, text = [1, 2, 3], plain([[1, 2, 3]], 9)[0]
+    model = generate.NumpyModel(tiny_tensors(), CONFIG, max_requests=1, max_len=64)
+    decoder = generate.Decoder(model, Oracle([prompt + text + [0] * 9]), 12)
+    run = generate.decode(decoder, [prompt], 9)
+    assert run.answers[0].tokens == text and (run.steps, run.num_tokens) == (2, 9)
+    # Steps of five: four drafts, and the target's own token.
+    assert run.answers[0].is_draft == [True] * 4 + [False] + [True] * 4
+    assert 0 < run.attention_s < run.seconds and run.tokens_a_step == 4.5
+
+
 def test_a_wrong_attention_is_seen_by_the_emulator(tiny, capsys, monkeypatch):
-    keep = generate.WatchedLayer._keep
-
-    def spoilt(self, layer, mask, inputs, out):
-        keep(self, layer, mask, inputs, out)
-
-    monkeypatch.setattr(generate.WatchedLayer, "_keep", spoilt)
     monkeypatch.setattr(generate.reference, "verify_attention", lambda **inputs: (inputs["q"] * 0.0, None))
     model = generate.NumpyModel(tiny_tensors(), CONFIG, max_requests=1, max_len=32)
     watched = generate.WatchedLayer(model, 0)

@@ -94,7 +94,8 @@ def test_the_pool_holds_what_a_prompt_would_have_left_there():
         decoder.advance()
     taken = [page for request in decoder.requests.values() for page in request.pages]
     assert len(set(taken)) == len(taken) and not set(taken) & set(decoder.free_pages) and SCRATCH_PAGE not in taken
-    assert taken != sorted(taken)  # shuffled, or the order of slots proves nothing
+    steps = np.abs(np.concatenate([np.diff(request.pages) for request in decoder.requests.values()]))
+    assert (steps != 1).any()  # shuffled, or the order of slots proves nothing
     for row, request in decoder.requests.items():
         fresh, n = tiny_model(), len(request.ids) - 1
         fresh.set_slots(0, np.arange(n) + 16)
@@ -221,6 +222,18 @@ def test_fitted_heads_predict_and_are_kept(tmp_path):
     np.testing.assert_allclose(fit.load_heads(path), made, atol=1e-3)
     with pytest.raises(NbverifyError, match=r"no fitted heads yet.*nbverify generate --fit"):
         fit.load_heads(tmp_path / "none.npz")
+
+
+def test_heads_learn_from_the_root_and_what_precedes_it():
+    model, text = tiny_model(), [3, 1, 4, 1, 5, 9, 2, 6]
+    model.set_slots(0, np.arange(16, 24))
+    stream = rms_norm(model.prefill(0, text), model.norm, CONFIG.epsilon)
+    x, y = fit.pairs(model, text, 3, depth=2)
+    # The answer is 1 5 9 2 6.  Its roots are 1 5 9 2: two positions on from where they are read must still be text.
+    assert x.shape == (4, 288) and y.shape == (2, 4, 144)
+    np.testing.assert_allclose(x[1], [*stream[3], *(10 * model.embed[5])], rtol=1e-5)
+    np.testing.assert_allclose(y[:, 1], stream[4:6], rtol=1e-5)
+    assert len(fit.pairs(model, text, 8, depth=2)[0]) == 0
 
 
 def test_texts_that_are_too_short_are_refused():

@@ -119,12 +119,18 @@ def test_a_prompt_goes_through_in_parts(dev, kernel):
     assert len(model.prefill(1, [])) == 0
 
 
+def test_a_short_text_takes_fewer_rows_at_once(dev):
+    assert kernel_model(dev, max_len=20, prefill_rows=64).prefill_rows == 20
+
+
+@pytest.mark.timeout(300)  # half a minute in the emulator, more where other tests run beside it
 def test_trees_give_what_plain_decoding_through_the_same_kernels_gives(dev):
-    """Ragged prompts; the shorter text's row is used again by the third."""
+    """Ragged prompts and trees: one request has no drafts, and a row of the batch is used again by the third text."""
     model, prompts, new = kernel_model(dev), PROMPTS[:3], 12 if dev.is_gpu else 3
     plain, _ = decoded(Decoder(model), prompts, new)
-    decoder = Decoder(model, Oracle([prompt + text + [0] * 9 for prompt, text in zip(prompts, plain, strict=True)]), 5)
+    oracle = Oracle([prompt + text + [0] * 9 for prompt, text in zip(prompts, plain, strict=True)], silent=(0,))
+    decoder = Decoder(model, oracle, 5)
     trees, drafted = decoded(decoder, prompts, new)
     assert trees == plain
-    assert drafted >= len(prompts) and decoder.steps < new * len(prompts)
+    assert drafted >= 2 and decoder.steps < 2 * new
     assert decoder.step.problems() == []

@@ -13,23 +13,28 @@ PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5], [7, 7, 7], [4, 9, 4, 9, 4], [11, 12, 1
 
 
 class Oracle:
-    """Knows the texts; its candidate for each position is right but for every third, which is wrong at rank 0."""
+    """Knows the texts; its candidate for each position is right but for every third, which is wrong at rank 0.
+
+    Of those in ``silent`` it says nothing, so that trees of a batch differ in size.
+    """
 
     depth, top_k = 4, 3
 
-    def __init__(self, texts):
-        self.texts = texts
+    def __init__(self, texts, silent=()):
+        self.texts, self.silent = texts, silent
 
     def propose(self, texts, hidden):
-        made = []
-        for text in texts:
-            whole = next(one for one in self.texts if one[: len(text)] == list(text))
-            ahead = whole[len(text) : len(text) + self.depth]
-            wrong = [(len(text) + d) % 3 == 0 for d in range(len(ahead))]
-            made.append(
-                [{t: 0.4 if w else 0.7, (t + 1) % VOCAB: 0.5 if w else 0.2} for t, w in zip(ahead, wrong, strict=True)]
-            )
-        return made
+        return [self.ahead(list(text)) for text in texts]
+
+    def ahead(self, text):
+        known = next(i for i, one in enumerate(self.texts) if one[: len(text)] == text)
+        if known in self.silent:
+            return []
+        positions = []
+        for at, token in enumerate(self.texts[known][len(text) : len(text) + self.depth], start=len(text)):
+            right, other = (0.4, 0.5) if at % 3 == 0 else (0.7, 0.2)
+            positions.append({token: right, (token + 1) % VOCAB: other})
+        return positions
 
 
 def tiny_tensors(seed=0):
