@@ -59,12 +59,15 @@ def assert_like_stock(got, want, dtype="bfloat16", rows=12, **options):
 
 
 @pytest.mark.parametrize("page", [1, 4])
-@pytest.mark.parametrize("name", [*SHAPES, pytest.param("kimi", marks=pytest.mark.slow)])
-def test_golden_eager(name, page):
+@pytest.mark.parametrize(
+    "name, kernel",
+    [("mla", "simt"), ("gqa", "simt"), ("mla", "mma"), pytest.param("kimi", "mma", marks=pytest.mark.slow)],
+)
+def test_golden_eager(name, kernel, page):
     shape = KIMI if name == "kimi" else SHAPES[name]
     want = eager(Forward(shape, page))
     ours = Forward(shape, page)
-    backend = taken_over(ours.backend)
+    backend = taken_over(ours.backend, place=EmulatorPlace(kernel))
     assert_like_stock(eager(ours), want)
     assert (backend.nbverify.taken, backend.nbverify.stock) == (2, 0) and ours.backend.stock_calls == []
     assert (backend.nbverify.plans.binds, backend.nbverify.plans.rebinds) == (1, 1), "one bind a forward"
@@ -341,7 +344,7 @@ def test_compact_masks_never_reach_a_stock_kernel():
     backend = compact(ours)
     backend.kernel_options = {"logit_cap": 30.0}
     metadata = stand_in.metadata(1, "eager")
-    with pytest.raises(nv.ArgumentError, match="compact_mask.*a logit cap"):
+    with pytest.raises(nv.ArgumentError, match=r"compact_mask.*a logit cap"):
         ours.run(metadata, stand_in.forward_batch(stand_in.out_cache_loc(1)))
     assert backend.stock_calls == []
     metadata.custom_mask = None  # nothing to misread
