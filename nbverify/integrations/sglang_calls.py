@@ -72,7 +72,7 @@ class Surroundings:
     """What the ``forward_extend`` around a verify call knows, and whether the call came."""
 
     out_cache_loc: Any
-    is_stored: bool  # this call stores the drafts' K and V
+    is_stored: bool  # the drafts' K and V are in their slots: this call stores them, or stock reads them there
     layer_scales: tuple[Any, Any] = (None, None)  # k_scale, v_scale of the layer; None: it has none
     was_called: bool = False
 
@@ -135,7 +135,7 @@ def why_arguments(given: Mapping[str, Any], around: Surroundings, signature: Sig
     if given.get("custom_mask") is None:
         return "no custom_mask: a chain"
     if not around.is_stored:
-        return "save_kv_cache=False, or K and V of another layer: where the drafts lie is not known"
+        return "save_kv_cache=False: whether the drafts are in the pool, and how scaled, is not known"
     for name, value in given.items():
         if name in UNUSED:
             what, is_unused = UNUSED[name]

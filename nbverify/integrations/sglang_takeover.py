@@ -53,11 +53,10 @@ class Takeover:
         """In place of the backend's method."""
         if not forward_batch.forward_mode.is_target_verify():
             return self._stock_forward(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **others)
-        around = Surroundings(
-            out_cache_loc=forward_batch.out_cache_loc,
-            is_stored=bool(save_kv_cache) and k is not None,
-            layer_scales=(getattr(layer, "k_scale", None), getattr(layer, "v_scale", None)),
-        )
+        scales = getattr(layer, "k_scale", None), getattr(layer, "v_scale", None)
+        # Without K and V the stock method reads the drafts from their slots, and applies no scale to them.
+        is_stored = bool(save_kv_cache) if k is not None else scales == (None, None)
+        around = Surroundings(forward_batch.out_cache_loc, is_stored, scales)
         outer, self._around = self._around, around
         try:
             result = self._stock_forward(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **others)

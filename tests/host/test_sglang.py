@@ -104,7 +104,7 @@ def test_every_known_argument_has_its_place():
 @pytest.mark.parametrize(
     "changes, why",
     [
-        (dict(is_stored=False), "where the drafts lie"),
+        (dict(is_stored=False), "whether the drafts are in the pool"),
         (dict(out_cache_loc=None), "out_cache_loc"),
         (dict(out_cache_loc=np.arange(7)), "out_cache_loc"),
         (dict(layer_scales=(0.5, None)), "one scale of two"),
@@ -291,7 +291,7 @@ def backend_of(version="0.5.23", **options):
     [
         (dict(mask=False), "no custom_mask"),
         (dict(save_kv_cache=False), "save_kv_cache=False"),
-        (dict(k_is_given=False), "another layer"),
+        (dict(k_is_given=False, k_scale=0.5, v_scale=0.5), "how scaled"),
         (dict(logit_cap=30.0), "a logit cap"),
         (dict(k_scale=0.5), "one scale of two"),
     ],
@@ -303,6 +303,13 @@ def test_a_call_that_stays_is_said_once(options, why):
         verify(backend, **options)
     assert len(lines) == 1 and why in lines[0]
     assert (backend.nbverify.taken, backend.nbverify.stock, len(backend.stock_calls)) == (0, 3, 3)
+
+
+def test_drafts_that_another_call_has_stored_are_taken():
+    """Models that share K and V between layers pass none; stock reads them from their slots, and so do we."""
+    backend = backend_of(place=CountingPlace())
+    verify(backend, k_is_given=False)
+    assert (backend.nbverify.taken, len(backend.stock_calls)) == (1, 0)
 
 
 def test_other_forwards_are_stock_and_not_worth_a_line():
