@@ -87,9 +87,7 @@ def verify_input(
     Raises ArgumentError for wrong shapes, a budget below 1, NaN among the logits, or a mask but FULL and TREE.
     """
     layout = _layout(mask)
-    if budget < 1:
-        raise ArgumentError("budget", ">= 1 drafted nodes", budget)
-    nodes = budget + 1
+    nodes = _nodes_of(budget)
     tokens, logprobs = top_logprobs(logits, top_k)
     budgets = np.full(len(tokens), budget, np.int32)
     trees = build_trees(tokens, logprobs, np.asarray(root_tokens), budgets, nodes)
@@ -118,7 +116,8 @@ class DraftTrees:
     mask
         FULL, or TREE where the backend says ``QLEN_ONLY``.
     custom_mask
-        A flat uint8 or bool buffer to write, such as ``backend.verify_mask.buffer``; None: one of its own.
+        A flat uint8 or bool buffer to write, such as ``backend.verify_mask.buffer``; None: one of its own.  A request
+        that it has no room for is a problem of that request.
     fill_prefix
         Write the prefix columns of FULL too.  Only kernels that read them need that: SGLang's deterministic one does,
         its default Triton kernel and nbverify do not.
@@ -128,7 +127,7 @@ class DraftTrees:
     Raises
     ------
     ArgumentError
-        A size out of its range, a mask but FULL and TREE, a buffer of another kind or too small.
+        A size out of its range, a mask but FULL and TREE, a buffer of another kind.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class DraftTrees:
     ):
         layout = _layout(mask)
         self.max_requests, self.depth, self.top_k, self.budget = max_requests, depth, top_k, budget
-        self.nodes = nodes = budget + 1
+        self.nodes = nodes = _nodes_of(budget)
         self._runner = runner = open_runner(device)
         build = BuildPlan(max_requests=max_requests, depth=depth, top_k=top_k, max_nodes=nodes, device=runner)
         masks = MaskPlan(
@@ -238,6 +237,12 @@ class DraftTrees:
         if isinstance(array, torch.Tensor):
             return array
         return torch.as_tensor(array, device=f"cuda:{self._runner.device.ordinal}")
+
+
+def _nodes_of(budget: int) -> int:
+    if budget < 1:
+        raise ArgumentError("budget", ">= 1 drafted nodes", budget)
+    return budget + 1
 
 
 def _layout(mask: Mask | str) -> Mask:

@@ -1,6 +1,6 @@
 """Run SGLang's own attention kit, EAGLE verify cases, on the CPU; prints a JSON object of outcomes as its last line.
 
-    TRITON_INTERPRET=1 python tests/sglang/kit.py          run by test_kit.py, in a process of its own
+    TRITON_INTERPRET=1 python tests/serving/kit.py          run by test_kit.py, in a process of its own
 
 Three things are played. Of each: cases that passed and failed, and verify calls that were taken over or left.
 
@@ -12,53 +12,13 @@ It must run alone: SGLang and the interpreter keep state in the process.
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
 import json
-import sys
-import types
 import unittest
 from types import SimpleNamespace
 
-MISSING = ("torchvision",)  # imported by SGLang for images; never used on this path
+from benchmarks.sglang_imports import allow_missing
 
-
-class Stand(type):
-    """A class that can be imported and subclassed, and neither made nor called."""
-
-    def __call__(cls, *args, **kwargs):
-        raise NotImplementedError(f"{cls.__name__} is not installed here")
-
-
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules of packages that are not installed."""
-
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in MISSING:
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec):
-        module = types.ModuleType(spec.name)
-        module.__path__, module.__version__ = [], "0.0.0"
-
-        def get(name):
-            if name.startswith("__"):
-                raise AttributeError(name)
-            if name == "InterpolationMode":
-                import enum
-
-                modes = ("NEAREST", "NEAREST_EXACT", "BILINEAR", "BICUBIC", "BOX", "HAMMING", "LANCZOS")
-                return enum.Enum(name, {mode: mode.lower() for mode in modes})
-            return Stand(name, (), {})
-
-        module.__getattr__ = get
-        return module
-
-    def exec_module(self, module):
-        pass
-
-
-sys.meta_path.append(StandIns())  # last: only what is really missing
+allow_missing()
 
 import torch  # noqa: E402
 
@@ -77,7 +37,7 @@ made = []  # plans of this run
 
 
 class ReferencePlan:
-    """A plan that computes with the numpy reference; bfloat16 is wrong under the interpreter, so tensors are float16."""
+    """Computes with the numpy reference.  Tensors are float16: the interpreter multiplies bfloat16 as raw bits."""
 
     workspace_bytes = 0
 
@@ -173,7 +133,7 @@ def kit_cases(backend):
 
 
 def teach_the_kit():
-    """Real trees (it knows one of 3 nodes), and slots that its graph cases and its own check agree on at page size 1."""
+    """Real trees (it knows one of 3 nodes), and slots on which its graph cases and its own check agree."""
     from sglang.test.kits.attention_unittest.runner_modes import speculative_target_verify_runner as runner
 
     chain = runner._draft_tree_mask
