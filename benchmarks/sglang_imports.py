@@ -23,6 +23,11 @@ class Stand(type):
     def __call__(cls, *args, **kwargs):
         raise NotImplementedError(f"{cls.__name__} is not installed here")
 
+    def __getattr__(cls, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Stand(f"{cls.__name__}.{name}", (), {})
+
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Modules of packages that are not installed."""

@@ -11,8 +11,9 @@ fp8 e4m3.  Everything else is SGLang's own, and :func:`take` says in a few words
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 FP8 = "float8_e4m3fn"
@@ -45,7 +46,7 @@ UNUSED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "aux_tensors": ("tensors for a score modifier", lambda value: value is None),
     "identity_kv_indices": ("K and V that are not the pool's", lambda value: not value),
 }
-KNOWN = frozenset((*TAKEN, *WITHOUT_MEANING_HERE, *UNUSED))
+READ = frozenset((*TAKEN, *WITHOUT_MEANING_HERE))
 
 
 class Signature(NamedTuple):
@@ -136,12 +137,15 @@ def why_arguments(given: Mapping[str, Any], around: Surroundings, signature: Sig
         return "no custom_mask: a chain"
     if not around.is_stored:
         return "save_kv_cache=False: whether the drafts are in the pool, and how scaled, is not known"
+    defaults = signature.defaults
     for name, value in given.items():
+        if name in READ or value is defaults.get(name, READ):
+            continue  # most arguments are their defaults, and no default asks for anything: a test has them all
         if name in UNUSED:
             what, is_unused = UNUSED[name]
             if not is_unused(value):
                 return what
-        elif name not in KNOWN and not _is_default(value, signature.defaults.get(name)):
+        elif not _is_default(value, defaults.get(name)):
             return f"{name}={_short(value)}, which this nbverify does not know"
     if given.get("sm_scale") is None:
         return "no sm_scale"
@@ -177,7 +181,8 @@ def why_scales(call: Call, around: Surroundings) -> str | None:
 
 def is_mla(k: Any, v: Any) -> bool:
     """Whether V is the front of the K row: one KV head, narrower, the same address."""
-    return k.shape[1] == 1 and v.shape[-1] < k.shape[-1] and address_of(k) == address_of(v)
+    _, heads, width = k.shape
+    return heads == 1 and v.shape[2] < width and address_of(k) == address_of(v)
 
 
 def address_of(array: Any) -> int:
@@ -187,7 +192,11 @@ def address_of(array: Any) -> int:
 
 def dtype_name(array: Any) -> str:
     """``bfloat16`` of torch.bfloat16 and of ml_dtypes' type."""
-    dtype = array.dtype
+    return _name_of(array.dtype)
+
+
+@cache
+def _name_of(dtype: Hashable) -> str:
     return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
 
 

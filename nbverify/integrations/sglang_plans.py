@@ -243,9 +243,10 @@ class Plans:
 
 def key_of(call: Call, mask: Mask) -> tuple:
     """What a plan depends on, of objects as the call has them: names are made once a plan, not once a layer."""
-    q, k, out = call.q, call.k_cache, call.out
+    q, k = call.q, call.k_cache
+    _, heads, width = q.shape
     return (
-        getattr(q, "device", None), call.nodes, q.dtype, k.dtype, q.shape[1], k.shape[1], q.shape[2], out.shape[2],
+        getattr(q, "device", None), call.nodes, q.dtype, k.dtype, heads, k.shape[1], width, call.out.shape[2],
         call.is_shared, call.sm_scale, mask,
     )  # fmt: skip
 

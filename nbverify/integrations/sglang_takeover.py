@@ -44,7 +44,7 @@ class Takeover:
         missing = missing_parameters(self._signature)
         if missing:
             raise ArgumentError("extend_attention_fwd", f"a function with {missing}", list(self._signature.names))
-        self._tree_starts: dict[int, Any] = {}
+        self._tree_starts: dict[tuple[int, int], Any] = {}
         self.taken = self.stock = 0  # verify calls, one a layer
 
     def forward_extend(
@@ -92,7 +92,7 @@ class Takeover:
     def _starts_of_trees(self, call: Call) -> Any:
         """``mask_indptr`` of [nodes, nodes] blocks: SGLang's own is that of a FULL mask in every mode."""
         requests = call.mask_indptr.shape[0] - 1
-        key = requests * (2**16) + call.nodes
+        key = requests, call.nodes
         if key not in self._tree_starts:
             if self.place.is_capturing():
                 raise ArgumentError("compact mask", "a warm-up forward before the capture", "none")
