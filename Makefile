@@ -5,12 +5,14 @@
 #   NOVENV=1                make and install nothing: use PYTHON as it is (a machine that has all packages already)
 #   WORKERS=8               processes for the tests that need no GPU
 #   GPU_WORKERS=1           processes that share the GPU in the tests that need one
+#   SGLANG_VENV=path        where the environment of test-sglang lies
 #   ARGS="-k masks -x"      passed on to pytest, or to `nbverify demo`
 
 PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 GPU_WORKERS ?= 4
+SGLANG_VENV ?= .venv-sglang
 ARGS ?=
 
 ifdef NOVENV
@@ -26,7 +28,7 @@ endif
 PYTEST = $(PY) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-gpu lint format clean
+.PHONY: help demo test test-all test-gpu test-sglang lint format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -45,6 +47,11 @@ test-all: lint  ## the same with the slow ones
 test-gpu: $(INSTALLED_TEST)  ## the tests on a GPU; without one this fails, it does not skip
 	$(PYTEST) tests/gpu -m "not alone" -n $(GPU_WORKERS) --max-worker-restart=100 --require-gpu $(ARGS)
 	$(PYTEST) tests/gpu -m alone -n 1 --max-worker-restart=100 --require-gpu $(ARGS)
+
+# SGLang runs on the CPU here: its Triton kernels interpreted, its own test kit.  An environment of its own, since the
+# interpreter needs numpy below 2.4, and SGLang's full set of packages is several GB for a GPU.
+test-sglang: $(SGLANG_VENV)/.installed  ## SGLang's own attention tests with the plugin, on the CPU
+	$(SGLANG_VENV)/bin/python -m pytest tests/serving -m sglang $(ARGS)
 
 lint: $(INSTALLED_TEST)  ## ruff and mypy, nothing is changed
 	$(PY) -m ruff check .
@@ -78,4 +85,13 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar on -e ".[test]"
+	@touch $@
+
+# What the attention path of SGLang imports, and no more: SGLang itself without its dependencies.  tests/serving has
+# stand-ins for torchvision, which is imported and not used.
+$(SGLANG_VENV)/.installed: tests/serving/requirements.txt tests/serving/requirements-bare.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --disable-pip-version-check -r tests/serving/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --disable-pip-version-check --no-deps \
+		-r tests/serving/requirements-bare.txt -e .
 	@touch $@

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +38,9 @@ class BoundCall(Protocol):
 
     def move(self, name: str, pointer: int, array: Any) -> None:
         """The same buffer at another address."""
+
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        """Other float32 scalars."""
 
 
 class GpuBackend:
@@ -242,6 +245,9 @@ class _EmulatorCall:
 
     def move(self, name: str, pointer: int, array: Any) -> None:
         self._fields[name] = flat_storage(array, self._infos[name], self._backend.storage_of(name))
+
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        self._fields.update({name: np.float32(value) for name, value in factors.items()})
 
 
 def fill_of(buffer: contract.Buffer) -> int:

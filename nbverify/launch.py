@@ -9,7 +9,7 @@ no allocation, copy, synchronisation or look at device data, so a stream capture
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -327,6 +327,11 @@ class Launcher:
     def move(self, name: str, pointer: int, array: object) -> None:
         """Another address for a buffer, from the next launch on."""
         self.block.set_pointer(name, pointer)
+
+    def rescale(self, factors: Mapping[str, float]) -> None:
+        """Other float32 scalars, from the next launch on."""
+        for name, value in factors.items():
+            self.block.set_float(name, value)
 
     def _explain(self, code: Any, compiled: CompiledKernel) -> str:
         drv, text = driver(), f"launching {compiled.name}: {describe_error(code)}"

@@ -204,7 +204,6 @@ class VerifyPlan:
             raise ArgumentError("k_cache", f"fewer than {MAX_SLOTS} slots", f"{dims['num_slots']}")
         ranges = {name: arrays.byte_range(info) for name, info in infos.items()}
         _check_overlaps(infos, ranges, infos)
-        k_scale, v_scale = _check_scales(spec, k_scale, v_scale)
         scalars = {
             "num_tokens": dims["num_tokens"],
             "num_requests": dims["num_requests"],
@@ -212,11 +211,8 @@ class VerifyPlan:
             "max_nodes": spec.max_nodes,
             "max_kv_len": spec.max_kv_len,
             "max_splits": self._max_splits,
-            "score_scale": spec.sm_scale * k_scale,
-            "v_scale": v_scale,
+            **_factors(spec, k_scale, v_scale),
         }
-        if spec.sm_scale and not FLOAT32_TINY <= abs(scalars["score_scale"]) <= FLOAT32_MAX:
-            raise ArgumentError("k_scale", "sm_scale * k_scale to be a normal float32", k_scale)
         values = {name: a for name, a in given.items() if a is not None}
         return BoundVerify(self, infos, ranges, given, *self._backend.bind(infos, values, scalars))
 
@@ -301,11 +297,20 @@ class BoundVerify:
         return "schedule", f"one made with this {name}, {_where(new)}", _where(old)
 
     def rebind(
-        self, *, q: Any = None, k_cache: Any = None, v_cache: Any = None, out: Any = None, lse: Any = None
+        self,
+        *,
+        q: Any = None,
+        k_cache: Any = None,
+        v_cache: Any = None,
+        out: Any = None,
+        lse: Any = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
     ) -> None:
-        """Other addresses for some buffers, with the shapes, strides and dtypes they were bound with.
+        """Other addresses for some buffers, with the shapes, strides and dtypes they were bound with; other scales.
 
-        For eager mode, and for the layers of a model.  Launches already made or captured keep the old addresses.
+        For eager mode, and for the layers of a model.  Launches already made or captured keep the old ones.  Scales
+        stay as they are with ``k_scale=None``; with a number for it, ``v_scale`` means what it does in ``bind``.
         Raises ArgumentError, and changes nothing, if an array differs in more than its address.
         """
         ranges, changed = self._ranges.copy(), {}
@@ -316,6 +321,10 @@ class BoundVerify:
                 ranges[name] = (address, address + end - start)
                 changed[name] = array
         _check_overlaps(self._infos, ranges, changed)
+        if k_scale is not None:
+            self._call.rescale(_factors(self.plan.spec, k_scale, v_scale))
+        elif v_scale is not None:
+            raise ArgumentError("v_scale", "None without a k_scale", v_scale)
         self._ranges = ranges
         for name, array in changed.items():
             self._call.move(name, ranges[name][0], array)
@@ -377,6 +386,15 @@ def _check_scales(spec: VerifySpec, k_scale: float, v_scale: float | None) -> tu
     if spec.shared_kv and v_scale != k_scale:
         raise ArgumentError("v_scale", f"None or k_scale={k_scale}: with shared K/V it is the same row", v_scale)
     return float(k_scale), float(v_scale)
+
+
+def _factors(spec: VerifySpec, k_scale: float, v_scale: float | None) -> dict[str, float]:
+    """The scalars of the contract that scales become."""
+    k_scale, v_scale = _check_scales(spec, k_scale, v_scale)
+    score_scale = spec.sm_scale * k_scale
+    if spec.sm_scale and not FLOAT32_TINY <= abs(score_scale) <= FLOAT32_MAX:
+        raise ArgumentError("k_scale", "sm_scale * k_scale to be a normal float32", k_scale)
+    return {"score_scale": score_scale, "v_scale": v_scale}
 
 
 def verify_attention(

@@ -379,6 +379,28 @@ def test_rebind(dev, spec):
         first.bound.rebind(q=dev.upload(layers[0].q[:1]))
 
 
+@parametrize_specs({"gqa-fp8": FP8, "mla": SMALL_MLA}, slow_simt=("mla",))
+def test_rebind_of_scales(dev, spec):
+    """Layers of an fp8 pool have scales of their own: the bits are those of a bind with them."""
+    plan = dev.plan(spec, **CAP)
+    scales = {"k_scale": 0.5} if spec.shared_kv else {"k_scale": 0.5, "v_scale": 3.0}
+    batch = random_batch(np.random.default_rng(21), spec, [5], [3])
+    scaled = BoundBatch(dev, plan, replace(batch, **scales)).run()
+    bound = BoundBatch(dev, plan, batch)
+    plain = bound.run()
+    assert plain.bits != scaled.bits
+    for changed, want in ((scales, scaled), ({}, scaled), ({"k_scale": 1.0}, plain)):
+        bound.poison()
+        bound.bound.rebind(**changed)
+        bound.bound.launch()
+        assert bound.result().bits == want.bits
+    for wrong in ({"v_scale": 2.0}, {"k_scale": 0.0}, {"k_scale": 1e38, "v_scale": -1.0}):
+        with pytest.raises(nv.ArgumentError, match="scale"):
+            bound.bound.rebind(**wrong)
+    bound.bound.launch()
+    assert bound.result().bits == plain.bits, "a refused rebind has changed something"
+
+
 @parametrize_specs({"balanced": BASE, "fixed": FIXED, "two_launch": VARIANTS["two_launch"]}, slow=("two_launch",))
 def test_any_grid(dev, spec):
     batch = random_batch(np.random.default_rng(19), spec, [several_chunks(dev, spec), 3], [2, 1])

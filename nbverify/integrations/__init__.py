@@ -1,0 +1,1 @@
+"""Serving engines that call nbverify.  Each imports its engine where it is used, and nothing imports them."""
