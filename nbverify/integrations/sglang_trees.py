@@ -198,7 +198,6 @@ class DraftTrees:
             views[name][:requests] = value
         views["budgets"][:requests] = self.budget
         views["budgets"][requests:] = NO_REQUEST
-        views["prefix_lens"][requests:] = 0
         if stream is None and not self._runner.emulated:
             import torch
 

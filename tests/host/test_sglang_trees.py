@@ -81,6 +81,17 @@ def test_trees_are_the_most_likely_paths():
     assert (made.draft_token == tree.node_tokens).all()
 
 
+def test_top_logprobs():
+    logits = np.array([[[0.0, 2.0, 1.0, 2.0]]], np.float32)
+    tokens, logprobs = top_logprobs(logits, 3)
+    assert tokens.tolist() == [[[1, 3, 2]]], "best first; of equal ones the lower token"
+    total = np.log(1 + 2 * np.exp(2) + np.exp(1))
+    np.testing.assert_allclose(logprobs, [[[2 - total, 2 - total, 1 - total]]], rtol=1e-6)
+    assert logprobs.dtype == np.float32
+    far, _ = top_logprobs(logits + 3e4, 3)
+    assert (far == tokens).all(), "no overflow"
+
+
 def test_small_trees_are_padded():
     """Fewer paths than the budget: the rows that are left over see nothing and are linked to nothing."""
     logits, roots, lens = drafts(2)
@@ -144,6 +155,7 @@ def test_the_device_form_is_the_definition(mask):
         made = trees.make(logits, roots, lens)
         equal(made, verify_input(logits, roots, lens, budget=8, top_k=4, mask=mask))
         assert trees.problems() == []
+        assert (trees._own["num_nodes"][requests:] == 0).all(), "requests that are no more are not built"
 
 
 def test_the_device_form_writes_the_backends_own_mask():

@@ -163,6 +163,42 @@ def run(backend):
     }
 
 
+def replays():
+    """Of graph shapes: the largest deviation from float64 in parts of what is allowed, by what is replayed."""
+    from sglang.srt.layers.attention import triton_backend
+    from sglang.srt.speculative.eagle_utils import TreeMaskMode
+
+    from benchmarks.sglang_server import Server
+    from nbverify.integrations import sglang_takeover
+
+    shape = dict(heads=2, kv_heads=1, nodes=4, page=1, context=64, requests=4, dtype=torch.float16, device="cpu")
+    server, lens = Server(is_mla=True, **shape), [5, 2, 7]
+    chains = [torch.tril(torch.ones(4, 4, dtype=torch.bool))] * 3
+    found = {}
+    for kind in ("full", "compact"):
+        backend = server.backend()
+        plugin.attach(backend, server.runner, plugin.Switch())
+        if kind == "compact":
+            sglang_takeover.use_compact_mask(backend.nbverify, triton_backend, TreeMaskMode.QLEN_ONLY)
+        graph = server.capture(backend)
+        for case, trees in (("trees", server.trees(3)), ("no mask", chains)):
+            slots = server.slots(lens)
+            server.static_loc[:12] = slots
+            mask = server.mask(lens, trees)
+            if kind == "compact":  # EAGLE writes into the backend's buffer, and passes that
+                mask = backend.verify_mask.buffer.fill_(1)
+                if case == "trees":
+                    mask[:48] = torch.stack(trees).reshape(-1)
+            live = server.batch(lens, slots, None if case == "no mask" else mask, padded=1)
+            backend.init_forward_metadata_out_graph(live, in_capture=False)
+            out = graph.replay()[:12]  # which stores the drafts: the truth is of the pool after that
+            truth, allowed = server.truth(lens, trees)
+            out = out.view(truth.shape).double()
+            found[f"{kind}, {case}"] = float(((out - truth).abs() / allowed).max())
+        found[f"{kind}, mask bytes"] = backend.verify_mask.buffer.numel()
+    return found
+
+
 def main():
     teach_the_kit()
     outcomes = {"triton": run("triton")}
@@ -170,6 +206,7 @@ def main():
     load_plugins()
     outcomes["nbverify"] = run("nbverify")
     outcomes["hooked triton"] = run("triton")
+    outcomes["replays"] = replays()
     launch = Plans.launch
     for name, fault in FAULTS.items():
         Plans.launch = lambda self, call, *mask, fault=fault: launch(self, fault(call), *mask)

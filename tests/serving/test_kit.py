@@ -57,6 +57,15 @@ def test_the_plugin_passes_and_every_call_went_through_it(outcomes, backend):
     assert outcomes[backend]["launches"] == LEGS
 
 
+def test_replays_with_full_and_compact_masks_and_with_none(outcomes):
+    """A replay whose batch has no mask, of a graph captured with one, is a chain, whatever was in the buffer."""
+    found = outcomes["replays"]
+    for kind in ("full", "compact"):
+        for case in ("trees", "no mask"):
+            assert found[f"{kind}, {case}"] <= 1
+    assert found["full, mask bytes"] == 4 * 4 * (64 + 4) and found["compact, mask bytes"] == 4 * 4 * 5
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(outcomes, fault):
     """A chain cannot tell a causal mask from its own; every other fault shows in every case."""
