@@ -132,13 +132,12 @@ def spec_of(call: Call, limits: Limits, mask: Mask) -> VerifySpec:
 
 
 def with_kernel(spec: VerifySpec) -> VerifySpec:
-    """The same with ``kernel="mma"`` if that serves its head dims."""
-    fast = replace(spec, kernel="mma")
+    """The same with ``kernel="simt"`` if the tensor-core kernel does not serve its head dims."""
     try:
-        choose_tiles(fast, limits_of((9, 0)))  # which widths are served does not depend on the device
+        choose_tiles(spec, limits_of((9, 0)))  # which widths are served does not depend on the device
     except ArgumentError:
-        return spec
-    return fast
+        return replace(spec, kernel="simt")
+    return spec
 
 
 @dataclass
