@@ -310,9 +310,11 @@ class WatchedLayer:
         out = np.zeros(q.shape, np.float16)
         inputs["custom_mask"] = inputs["custom_mask"].astype(np.uint8)
         nv.verify_attention(spec, **inputs, out=out, device=nv.Emulator(EMULATED_BLOCKS))
-        want, _ = reference.verify_attention(**inputs, mask="tree", sm_scale=spec.sm_scale)
+        defined = {**inputs, "mask": "tree", "sm_scale": spec.sm_scale}
+        want, want_lse = reference.verify_attention(**defined)
+        spread = demo.weight_spread(spec, defined, want_lse)
         used = np.concatenate([inputs["kv_indices"], inputs["out_cache_loc"]])
-        bound = demo.rounding_bound(spec, q, keys[used], inputs["v_cache"][used], want)
+        bound = demo.rounding_bound(spec, q, keys[used], inputs["v_cache"][used], want, spread)
         return demo.compare("float64", demo.bound_in_words(spec), out, want, bound)
 
 
