@@ -156,13 +156,19 @@ def compile_spec(
 
     With ``debug`` the input checks come first.  ``progress`` is called with a line of text before each long step.
     """
-    path = cache_directory() / f"{_cache_key(spec, target, geometry, debug)}.json"
+    key = _cache_key(spec, target, geometry, debug)
+    return _from_cache(key, lambda: _compile_now(spec, target, geometry, debug, progress))
+
+
+def _from_cache(key: str, make: Callable[[], tuple[CompiledKernel, ...]]) -> tuple[CompiledKernel, ...]:
+    """Kernels by their key, or made and kept under it."""
+    path = cache_directory() / f"{key}.json"
     kernels = _read_cached(path)
     if kernels is None:
         with _compile_lock:
             kernels = _read_cached(path)  # another thread may have made it while this one waited
             if kernels is None:
-                kernels = _compile_now(spec, target, geometry, debug, progress)
+                kernels = make()
                 _write_cached(path, kernels)
     return kernels
 
@@ -170,16 +176,13 @@ def compile_spec(
 def compile_stage(stage: Stage, target: Target) -> CompiledKernel:
     """One kernel of a tree step (stages.py), from the cache or compiled now."""
     sources = tree_source_hash(), _build_hash(), _stage_hash(stage)
-    key = (*sources, stage.compile_key, target.name, toolkit_versions())
-    path = cache_directory() / f"{_digest(key)}.json"
-    kernels = _read_cached(path)
-    if kernels is None:
-        with _compile_lock:
-            bounds = (stage.threads, 1)
-            body = stage.make_body()
-            kernels = (compile_body(body, stage.parameters, target, launch_bounds=bounds, cooperative=False),)
-            _write_cached(path, kernels)
-    return kernels[0]
+    key = _digest((*sources, stage.compile_key, target.name, toolkit_versions()))
+
+    def make() -> tuple[CompiledKernel, ...]:
+        bounds = (stage.threads, 1)
+        return (compile_body(stage.make_body(), stage.parameters, target, launch_bounds=bounds, cooperative=False),)
+
+    return _from_cache(key, make)[0]
 
 
 def _compile_now(

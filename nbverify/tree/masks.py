@@ -24,14 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from nbverify import arrays, reference
-from nbverify.arrays import ArrayInfo
+from nbverify import reference
 from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError
 from nbverify.kernels.geometry import WARP
 from nbverify.spec import INT32_MAX, Mask
 from nbverify.stages import GpuRunner, Runner, Stage, array, check_array, index_array, open_runner, scalar
-from nbverify.tree.binding import BoundStage
+from nbverify.tree.binding import BoundStage, refuse_overlaps
 
 MAX_NODES = 1024  # 32 lanes of a warp, with 32 columns of a mask row each
 THREADS = 128
@@ -474,7 +473,8 @@ class MaskPlan:
             for name, (value, dtypes, shape) in wanted.items()
             if name not in absent
         }
-        _check_outputs(infos)
+        written = {name: info for name, info in infos.items() if name in OUTPUTS}
+        refuse_overlaps(written, {name: info for name, info in infos.items() if name not in OUTPUTS})
         blocks = blocks_per_request(self.max_nodes)
         sizes = {"max_nodes": self.max_nodes, "max_kv_len": self.max_kv_len, "blocks_per_request": blocks}
         buffers = {name: value for name, (value, _, _) in wanted.items()}
@@ -522,18 +522,6 @@ def mask_stage(mask: Mask, *, padded: bool, fill_prefix: bool, max_nodes: int) -
 def blocks_per_request(max_nodes: int) -> int:
     """Blocks that share the rows of a request."""
     return min(-(-max_nodes // (ROWS_PER_WARP * THREADS // WARP)), MAX_BLOCKS_PER_REQUEST)
-
-
-def _check_outputs(infos: dict[str, ArrayInfo]) -> None:
-    """What is written can be, and overlaps nothing else."""
-    for written in OUTPUTS:
-        if written not in infos:
-            continue
-        if infos[written].readonly:
-            raise ArgumentError(written, "a writable array", "a read-only one")
-        for name, info in infos.items():
-            if name != written and arrays.overlaps(infos[written], info):
-                raise ArgumentError(written, f"memory that {name} does not use", f"overlapping {name}")
 
 
 def _mask(name: str, value: Any) -> Mask:

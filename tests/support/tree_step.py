@@ -5,6 +5,8 @@ values of a token are a function of the token and its position, so that after a 
 request holds what stands at its position.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -19,7 +21,7 @@ SPEC = nv.VerifySpec.gqa(
     2, 1, WIDTH, max_requests=REQUESTS, max_nodes=NODES, max_kv_len=MAX_LEN, sm_scale=0.25, dtype="float16",
     kernel="simt", mask=nv.Mask.TREE,
 )  # fmt: skip
-ALSO_COMPILED = [nv.VerifySpec(**{**SPEC.__dict__, "mask": mask}) for mask in ("tree", "full", "packed")]
+ALSO_COMPILED = [replace(SPEC, mask=mask) for mask in (nv.Mask.TREE, nv.Mask.FULL, nv.Mask.PACKED)]
 SIZES = {"max_requests": REQUESTS, "depth": DEPTH, "top_k": TOP_K, "max_nodes": NODES, "max_kv_len": MAX_LEN}
 
 
@@ -50,7 +52,7 @@ class World:
         )
         self.step.req_pool_indices.set(np.arange(REQUESTS)[::-1])
         rows = REQUESTS * NODES
-        plan = dev.plan(nv.VerifySpec(**{**SPEC.__dict__, "mask": mask}))
+        plan = dev.plan(replace(SPEC, mask=nv.Mask(mask)))
         self.q = dev.upload(self.rng.standard_normal((rows, 2, WIDTH)).astype(np.float16))
         self.out = dev.upload(np.zeros((rows, 2, WIDTH), np.uint16))
         self.bound = plan.bind(
