@@ -244,7 +244,10 @@ def read_only(array):
         ({"retrieve_index": np.zeros(16, np.int64)}, r"retrieve_index: expected shape \[2, 8\], got \[16\]"),
         ({"retrieve_next_token": np.zeros((2, 8), np.int32)}, "retrieve_next_token: expected dtype int64, got int32"),
         ({"flags": np.zeros(3, np.int32)}, r"flags: expected shape \[2\], got \[3\]"),
-        ({"flags": read_only(np.zeros(2, np.int32))}, "flags: expected an array that may be written, got a read-.* one"),
+        (
+            {"flags": read_only(np.zeros(2, np.int32))},
+            "flags: expected an array that may be written, got a read-only one",
+        ),
     ],
 )  # fmt: skip
 def test_wrong_buffers_are_refused(change, message):
