@@ -38,10 +38,10 @@ demo: $(INSTALLED)  ## draft tree, mask and attention in the terminal: on the GP
 	$(PY) -c 'import sys; from nbverify.cli import main; sys.exit(main())' demo $(ARGS)
 
 test: lint  ## lint, types, and every test that needs no GPU, except the slow ones
-	$(PYTEST) -n $(WORKERS) --ignore=tests/gpu -m "not slow" $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal --ignore=tests/gpu -m "not slow" $(ARGS)
 
 test-all: lint  ## the same with the slow ones
-	$(PYTEST) -n $(WORKERS) --ignore=tests/gpu $(ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal --ignore=tests/gpu $(ARGS)
 
 # Worker processes: a test that hangs or kills the CUDA context takes its worker down, and the next gets a fresh one.
 test-gpu: $(INSTALLED_TEST)  ## the tests on a GPU; without one this fails, it does not skip

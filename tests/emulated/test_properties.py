@@ -95,7 +95,7 @@ def examples(count):
 
 
 @pytest.mark.timeout(600)  # half a minute on an idle machine
-@examples(40)
+@examples(25)
 @given(CASES)
 def test_random_batches(case):
     check(case)

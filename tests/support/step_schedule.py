@@ -23,7 +23,13 @@ def of_step(batch, **changes):
     return replace(batch, spec=replace(batch.spec, schedule="step", **changes))
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        pytest.param(spec, id=name, marks=() if name in ("fixed", "roles") else pytest.mark.slow)
+        for name, spec in SPECS.items()
+    ],
+)
 def test_bits_are_those_of_a_schedule_of_each_launch(dev, spec):
     """For every launch of the step, and for the next step with other lengths in the same buffers."""
     batch = ragged(dev, spec)

@@ -381,7 +381,7 @@ FP8_CASES = {
     "mla-576-512": mla(2, max_nodes=2),
     "gqa 256": gqa(2, 1, 256, max_nodes=4),
 }
-SLOW_FP8_CASES = ("mla 72 rows", "mla-576-512", "gqa 1 row", "gqa 4 x 9 rows", "gqa 192-128", "gqa 256")
+SLOW_FP8_CASES = ("mla 64 rows", "mla 72 rows", "mla-576-512", "gqa 1 row", "gqa 4 x 9 rows", "gqa 192-128", "gqa 256")
 
 
 def fp8_specs():
