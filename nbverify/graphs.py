@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +27,17 @@ class Graph:
             stream = call("cuStreamCreate", drv.cuStreamCreate(drv.CUstream_flags.CU_STREAM_NON_BLOCKING))
             try:
                 mode = drv.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-                call("cuStreamBeginCapture", drv.cuStreamBeginCapture(stream, mode))
+                collects = gc.isenabled()
+                gc.disable()  # a collection may free an old plan's memory, which a capture does not survive
                 try:
-                    record(int(stream))
-                finally:  # a capture that is left open spoils the stream for good
-                    ended = drv.cuStreamEndCapture(stream)
+                    call("cuStreamBeginCapture", drv.cuStreamBeginCapture(stream, mode))
+                    try:
+                        record(int(stream))
+                    finally:  # a capture that is left open spoils the stream for good
+                        ended = drv.cuStreamEndCapture(stream)
+                finally:
+                    if collects:
+                        gc.enable()
                 self._graph = call("cuStreamEndCapture", ended)
                 self._executable = call("cuGraphInstantiate", drv.cuGraphInstantiate(self._graph, 0))
                 call("cuGraphUpload", drv.cuGraphUpload(self._executable, stream))
