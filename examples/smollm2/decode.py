@@ -55,14 +55,9 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        model: Any,
-        drafter: Drafter | None = None,
-        budget: int = 0,
-        *,
-        end_token: int | None = None,
+        self, model: Any, drafter: Drafter | None = None, budget: int = 0, *, end_token: int | None = None,
         seed: int = 0,
-    ):
+    ):  # fmt: skip
         if type(budget) is not int or (budget < 1 if drafter else budget != 0):
             raise ArgumentError("budget", "an int >= 1" if drafter else "0 without a drafter", repr(budget))
         self.model, self.drafter, self.budget, self.end_token = model, drafter, budget, end_token

@@ -11,12 +11,13 @@ the last token, the root of the next tree, has not been through the target yet.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from examples.smollm2.model import rms_norm
+from nbverify.errors import ArgumentError
 
 Distribution = dict[int, float]
 
@@ -42,14 +43,15 @@ class Drafter(Protocol):
 def pack(proposed: list[list[Distribution]], depth: int, top_k: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens int64 and log-probabilities float32 ``[texts, depth, top_k]`` by falling probability, -inf where none."""
     tokens = np.zeros((len(proposed), depth, top_k), np.int64)
-    logprobs = np.full(tokens.shape, -np.inf, np.float32)
+    probabilities = np.zeros(tokens.shape, np.float32)
     for b, positions in enumerate(proposed):
         for d, distribution in enumerate(positions[:depth]):
-            best = sorted(distribution.items(), key=lambda item: (-item[1], item[0]))[:top_k]
-            for k, (token, probability) in enumerate(best):
-                if probability > LEAST:
-                    tokens[b, d, k], logprobs[b, d, k] = token, np.log(np.float32(probability))
-    return tokens, logprobs
+            best = sorted(sorted(distribution), key=distribution.__getitem__, reverse=True)[:top_k]
+            tokens[b, d, : len(best)], probabilities[b, d, : len(best)] = best, [distribution[token] for token in best]
+    known, logprobs = probabilities > LEAST, np.full(tokens.shape, -np.inf, np.float32)
+    np.log(probabilities, out=logprobs, where=known)
+    # A vectorised logarithm may turn two close numbers round, and a tree is not built from ranks out of order.
+    return np.where(known, tokens, 0), np.minimum.accumulate(logprobs, axis=-1)
 
 
 class PromptLookup:
@@ -65,14 +67,17 @@ class PromptLookup:
     def weights(self, text: Sequence[int]) -> list[dict[int, float]]:
         """For each position, {token: how strongly the text so far speaks for it}."""
         ids = np.asarray(text)
-        found: list[dict[int, float]] = [defaultdict(float) for _ in range(self.depth)]
+        believed: dict[int, float] = defaultdict(float)  # by where the occurrence ends
         hit = np.ones(len(ids) - 1, bool)  # hit[i]: the last `length` tokens also end before i + 1
         for length in range(1, min(LONGEST_SUFFIX, len(ids) - 1) + 1):
             hit[: length - 1] = False
             hit[length - 1 :] &= ids[: len(ids) - length] == ids[-length]
             for i in np.flatnonzero(hit)[-NEWEST:].tolist():
-                for d, token in enumerate(ids[i + 1 : i + 1 + self.depth].tolist()):
-                    found[d][token] += WEIGHT_A_TOKEN**length
+                believed[i] += WEIGHT_A_TOKEN**length
+        found: list[dict[int, float]] = [defaultdict(float) for _ in range(self.depth)]
+        for i, weight in believed.items():
+            for at_position, token in zip(found, text[i + 1 : i + 1 + self.depth], strict=False):
+                at_position[token] += weight
         return found
 
 
@@ -84,24 +89,29 @@ class RidgeHeads:
     """
 
     def __init__(self, heads: np.ndarray, model: Any, top_k: int = TOP_K):
+        vocab_size, width = model.embed.shape
+        if heads.ndim != 3 or heads.shape[1:] != (2 * width, width):
+            raise ArgumentError("heads", f"shape [depth, {2 * width}, {width}]", list(heads.shape))
+        if not 1 <= top_k <= vocab_size:
+            raise ArgumentError("top_k", f"1 to {vocab_size}, the tokens there are", top_k)
         self.depth, self.top_k, self.model = len(heads), top_k, model
-        by_input = heads.transpose(1, 0, 2).reshape(heads.shape[1], -1)  # [2 E, depth * E]
-        self.matrix = model.xp.asarray(by_input, np.float32)
+        self._start = model.open_heads(heads, top_k)
+
+    def start(self, texts: Sequence[Sequence[int]], hidden: Any) -> Callable[[], list[list[Distribution]]]:
+        """:meth:`propose` in two: what this gives waits for the result."""
+        normed_hidden = rms_norm(np.stack(hidden), self.model.norm, self.model.config.epsilon)
+        roots = self.model.embed[[text[-1] for text in texts]] * np.float32(EMBED_SCALE)
+        wait = self._start(np.hstack([normed_hidden, roots]))
+
+        def result() -> list[list[Distribution]]:
+            rows = zip(*(array.tolist() for array in wait()), strict=True)
+            return [[dict(zip(*position, strict=True)) for position in zip(*row, strict=True)] for row in rows]
+
+        return result
 
     def propose(self, texts: Sequence[Sequence[int]], hidden: Any) -> list[list[Distribution]]:
         """See :class:`Drafter`."""
-        model, xp = self.model, self.model.xp
-        roots = model.embed[xp.asarray([text[-1] for text in texts])].astype(np.float32) * np.float32(EMBED_SCALE)
-        features = xp.concatenate([rms_norm(xp.stack(hidden), model.norm, model.config.epsilon), roots], axis=1)
-        ahead = (features @ self.matrix).reshape(len(texts) * self.depth, -1)
-        logits = (ahead.astype(model.embed.dtype) @ model.embed.T).astype(np.float32)
-        best = xp.argpartition(-logits, self.top_k, axis=-1)[:, : self.top_k]
-        largest = logits.max(-1, keepdims=True)
-        total = xp.exp(logits - largest).sum(-1, keepdims=True)
-        of_best = xp.exp(xp.take_along_axis(logits, best, -1) - largest) / total
-        tokens, probabilities = best.tolist(), of_best.tolist()
-        made = [dict(zip(*row, strict=True)) for row in zip(tokens, probabilities, strict=True)]
-        return [made[b * self.depth : (b + 1) * self.depth] for b in range(len(texts))]
+        return self.start(texts, hidden)()
 
 
 class Mixture:
@@ -113,10 +123,9 @@ class Mixture:
 
     def propose(self, texts: Sequence[Sequence[int]], hidden: Any) -> list[list[Distribution]]:
         """See :class:`Drafter`."""
-        return [
-            self._mixed(self.lookup.weights(text), fitted)
-            for text, fitted in zip(texts, self.heads.propose(texts, hidden), strict=True)
-        ]
+        wait = self.heads.start(texts, hidden)  # a GPU works on that while the host looks up
+        found = [self.lookup.weights(text) for text in texts]
+        return [self._mixed(*both) for both in zip(found, wait(), strict=True)]
 
     def _mixed(self, found: list[dict[int, float]], fitted: list[Distribution]) -> list[Distribution]:
         out = []
@@ -126,8 +135,8 @@ class Mixture:
             total = sum(weights.values())
             share = total / (total + TRUSTED) if predicted else 1.0
             mixed = {token: (1 - share) * probability for token, probability in predicted.items()}
-            for token, probability in normed(weights).items():
-                mixed[token] = mixed.get(token, 0.0) + share * probability
+            for token, weight in weights.items():
+                mixed[token] = mixed.get(token, 0.0) + share * weight / total
             out.append(mixed)
         return out
 

@@ -81,8 +81,7 @@ def fit(
         written = sum(map(len, texts)) - sum(map(len, prompts))
         progress("answers, tokens at most", written, answer * len(prompts))
     held_out = min(HELD_OUT, len(texts) // 2)
-    embed = to_host(model.embed).astype(np.float32)
-    width = embed.shape[1]
+    embed, width = model.embed, model.embed.shape[1]
     gram, cross = np.zeros((2 * width, 2 * width)), np.zeros((depth, 2 * width, width))
     measured = []
     for i, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
@@ -107,9 +106,9 @@ def pairs(model: Any, text: list[int], prompt_len: int, depth: int) -> tuple[np.
     Row i is about the answer's token i as the root; n is what leaves ``depth`` tokens behind it.
     """
     model.set_slots(0, np.arange(len(text)) + (SCRATCH_PAGE + 1) * model.page_size)
-    stream = rms_norm(to_host(model.prefill(0, text)), to_host(model.norm), model.config.epsilon).astype(np.float64)
+    stream = rms_norm(model.prefill(0, text), model.norm, model.config.epsilon).astype(np.float64)
     begin, end = prompt_len - 1, max(prompt_len - 1, len(text) - depth)
-    roots = to_host(model.embed)[text[begin + 1 : end + 1]].astype(np.float64) * EMBED_SCALE
+    roots = model.embed[text[begin + 1 : end + 1]].astype(np.float64) * EMBED_SCALE
     ahead = [stream[begin + d : end + d] for d in range(1, depth + 1)]
     return np.hstack([stream[begin:end], roots]), np.stack(ahead)
 
@@ -117,8 +116,3 @@ def pairs(model: Any, text: list[int], prompt_len: int, depth: int) -> tuple[np.
 def _agreement(one: np.ndarray, other: np.ndarray) -> float:
     """Share of rows whose largest logit is the same token's."""
     return float(np.mean(one.argmax(-1) == other.argmax(-1)))
-
-
-def to_host(array: Any) -> np.ndarray:
-    """A numpy or CuPy array as numpy."""
-    return array if isinstance(array, np.ndarray) else array.get()

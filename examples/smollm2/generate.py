@@ -171,20 +171,22 @@ def make_drafter(name: str, model: Any) -> Drafter:
 def decode(
     decoder: Decoder, prompts: list[list[int]], max_tokens: int, on_token: Callable[[int, bool], None] | None = None
 ) -> Decoded:
-    """Decode all prompts; ``on_token(token, is_draft)`` sees each as it comes."""
+    """Decode all prompts; ``on_token(token, is_draft)`` sees each as it comes, and its time does not count."""
     model, answers = decoder.model, [Answer() for _ in prompts]
     model.attention_s(decoder.step, 0)
-    start, steps = time.perf_counter(), 0
+    steps, steps_before, shown_s = 0, decoder.steps, 0.0
+    start = time.perf_counter()
     for grown in decoder.run(prompts, max_tokens):
         steps += 1
-        answer = answers[grown.text]
+        answer, grown_at = answers[grown.text], time.perf_counter()
         for i, token in enumerate(grown.tokens):
             answer.tokens.append(token)
             answer.is_draft.append(i < grown.drafted)
             if on_token is not None:
                 on_token(token, i < grown.drafted)
-    seconds = time.perf_counter() - start
-    return Decoded(answers, steps, seconds, model.attention_s(decoder.step, decoder.steps))
+        shown_s += time.perf_counter() - grown_at  # a terminal is slower than a step, and no part of decoding
+    seconds = time.perf_counter() - start - shown_s
+    return Decoded(answers, steps, seconds, model.attention_s(decoder.step, decoder.steps - steps_before))
 
 
 class Streamed:

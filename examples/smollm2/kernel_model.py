@@ -1,24 +1,26 @@
 """The same model through nbverify's kernels: on a GPU, or in the emulator.
 
 Weights, keys, values and the inputs of matrix products are float16; the residual stream, sums and logits are float32.
-A step is one CUDA graph: trees, windows, all layers, acceptance and compaction.  Nothing in it allocates: CuPy's cuBLAS
-is called on buffers of our own.  In the emulator numpy multiplies the same float16 matrices.
+A step is one CUDA graph: trees, windows, all layers, acceptance and compaction.  So is a part of a prompt, and what
+block heads say.  Nothing in them allocates: products.py.  Everything runs on the legacy default stream.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 import nbverify as nv
-from examples.smollm2.model import SCRATCH_PAGE, Config, Pool, layers_of, rope_table
+from examples.smollm2.model import SCRATCH_PAGE, Config, HeadsResult, Pool, StartHeads, layers_of, rope_table
+from examples.smollm2.products import CublasProducts, NumpyProducts
 from examples.smollm2.stages import stage
-from nbverify.errors import NbverifyError
 from nbverify.graphs import Graph
-from nbverify.stages import GpuRunner, open_runner
+from nbverify.launch import call, driver
+from nbverify.stages import GpuRunner, Runner, open_runner
 from nbverify.tree import Plane, VerifyStep
 
 ATTENTION_REPLAYS = 20
@@ -31,7 +33,7 @@ class KernelModel(Pool):
     Parameters
     ----------
     device
-        None: the current GPU, which needs CuPy.  "emulator" or an Emulator: the CPU.
+        None: the current GPU, which needs cuBLAS.  "emulator" or an Emulator: the CPU.
     kernel
         Of the verify plans, as in ``VerifySpec``.
     prefill_rows
@@ -46,21 +48,20 @@ class KernelModel(Pool):
         self.config, self.kernel, self.device = config, kernel, device
         self.prefill_rows = prefill_rows = min(prefill_rows, max_len)
         self.runner = open_runner(device)
-        self._products = _NumpyProducts() if self.runner.emulated else _CublasProducts()
+        self.products = CublasProducts(self.runner.device) if isinstance(self.runner, GpuRunner) else NumpyProducts()
         self.layers = [
             {name: self._upload(array, "float32" if "norm" in name else "float16") for name, array in vars(one).items()}
             for one in layers_of(tensors)
         ]
-        self._embed = self._upload(tensors["token_embd.weight"], "float16")
-        self._norm = self._upload(tensors["output_norm.weight"], "float32")
-        self.xp = xp = self._products.xp  # this and the next two are for drafters
-        self.embed, self.norm = xp.asarray(self._embed), xp.asarray(self._norm)
+        self.embed, self.norm = tensors["token_embd.weight"], tensors["output_norm.weight"]
+        self.head, self._norm = self._upload(self.embed, "float16"), self._upload(self.norm, "float32")
         self._angles = self._upload(rope_table(config, max_len), "float32")
         pool = (self.num_slots, config.num_kv_heads, config.head_dim)
         self.keys = [self.runner.empty(pool, "float16") for _ in self.layers]
         self.values = [self.runner.empty(pool, "float16") for _ in self.layers]
         self.table = self.runner.empty((max_requests, max_len), "int32", SCRATCH_PAGE)
         self._prompt = _Rows(self, prefill_rows, self._prompt_buffers(), nv.Mask.CAUSAL, 1, prefill_rows)
+        self._prompt_launch = captured(self.runner, self._prompt.launch)
 
     def set_slots(self, request: int, slots: np.ndarray) -> None:
         """The slots of a request by position; what is beyond them is scratch."""
@@ -69,7 +70,7 @@ class KernelModel(Pool):
         table[request, : len(slots)] = slots
         self.table.set(table)
 
-    def prefill(self, request: int, tokens: list[int]) -> Any:
+    def prefill(self, request: int, tokens: list[int]) -> np.ndarray:
         """Store the keys and values of a text's first tokens, some rows at a time; their residual stream ``[n, E]``."""
         rows, most, slots, hidden = self._prompt, self.prefill_rows, self.table.get()[request], []
         for start in range(0, len(tokens), most):
@@ -83,25 +84,28 @@ class KernelModel(Pool):
             }  # fmt: skip
             for name, value in values.items():
                 rows.buffers[name].set(value)
-            rows.launch(0)
-            self.runner.synchronize()
-            hidden.append(self.xp.asarray(rows.x)[:n].copy())
-        return self.xp.concatenate(hidden) if hidden else self.embed[:0]
+            self._prompt_launch(0)
+            hidden.append(rows.x.get()[:n])
+        return np.concatenate(hidden) if hidden else self.embed[:0]
 
     def open_step(self, *, max_nodes: int, depth: int, top_k: int) -> _Step:
         """A step for trees of these sizes, captured."""
         return _Step(self, max_nodes, depth, top_k)
 
+    def open_heads(self, heads: np.ndarray, top_k: int) -> StartHeads:
+        """As :meth:`examples.smollm2.model.NumpyModel.open_heads`; they run while the host does something else."""
+        return _Heads(self, heads, top_k)
+
     def attention_s(self, step: _Step, steps: int) -> float:
         """Seconds that so many steps spend in attention: launches of all layers timed by themselves."""
-        if steps == 0 or not isinstance(self.runner, GpuRunner):
+        if steps == 0 or self.runner.emulated:
             return 0.0
-        graph = Graph(self.runner.device, step.rows.attend_all)
-        graph.launch(0)
+        launch = captured(self.runner, step.rows.attend_all)
+        launch(0)
         self.runner.synchronize()
         start = time.perf_counter()
         for _ in range(ATTENTION_REPLAYS):
-            graph.launch(0)
+            launch(0)
         self.runner.synchronize()
         return (time.perf_counter() - start) / ATTENTION_REPLAYS * steps
 
@@ -115,6 +119,26 @@ class KernelModel(Pool):
         sizes = {"qo_indptr": 2, "kv_indptr": 2, "kv_indices": self.max_len}
         sizes |= dict.fromkeys(("tokens", "positions", "out_cache_loc"), self.prefill_rows)
         return {name: self.runner.empty((size,), "int64") for name, size in sizes.items()}
+
+
+def captured(runner: Runner, launch: Call) -> Call:
+    """The same launches as one CUDA graph; in the emulator as they are."""
+    if not isinstance(runner, GpuRunner):
+        return launch
+    launch(0)  # libraries load and make what they must not in a capture
+    runner.synchronize()
+    return _Replay(launch, Graph(runner.device, launch))
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """A graph; it knows addresses only, and what it was captured from keeps alive what is there."""
+
+    captured: Call
+    graph: Graph
+
+    def __call__(self, stream: int) -> None:
+        self.graph.launch(stream)
 
 
 def verify_spec(
@@ -149,14 +173,14 @@ class _Step(VerifyStep):
         )  # fmt: skip
         buffers = {**self.verify_buffers(), "tokens": self.node_tokens, "positions": self.positions}
         self.rows = rows = _Rows(model, num_rows, buffers, nv.Mask.TREE, model.max_requests, max_nodes, self.logits)
-        self.hidden = model.xp.asarray(rows.x)
+        self.hidden = rows.x if isinstance(rows.x, np.ndarray) else _DeviceRows(rows.x)
 
         def launch(stream: int) -> None:
             take_slots(stream)
             rows.launch(stream)
 
-        if not runner.emulated:
-            self.launch(launch)  # nobody is there yet: libraries make what a capture must not
+        if not runner.emulated:  # as in captured(); nobody is there yet
+            self.launch(launch)
         self.capture(launch)
 
 
@@ -167,7 +191,7 @@ class _Rows:
         self, model: KernelModel, num_rows: int, buffers: dict[str, Any], mask: nv.Mask, requests: int, nodes: int,
         logits: Any = None,
     ):  # fmt: skip
-        c, runner, self.buffers = model.config, model.runner, buffers
+        c, runner, products, self.buffers = model.config, model.runner, model.products, buffers
         width, ffn = model.embed.shape[1], model.layers[0]["down"].shape[1]
         heads = (num_rows, c.num_q_heads, c.head_dim)
         empty = runner.empty
@@ -186,14 +210,14 @@ class _Rows:
             return small("rms_norm", {"x": x, "weight": weight, "y": normed}, width=width, epsilon=c.epsilon)
 
         def product(a: Any, w: Any, out: Any, add: bool = False) -> Call:
-            return lambda stream: model._products.multiply(a, w, out, add, stream)
+            return lambda stream: products.multiply(a, w, out, add, stream)
 
         verify = {name: buffers[name] for name in ("kv_indptr", "kv_indices", "qo_indptr", "out_cache_loc")}
         if mask.reads_buffer:
             verify |= {name: buffers[name] for name in ("custom_mask", "mask_indptr")}
         angles = {"positions": buffers["positions"], "slots": buffers["out_cache_loc"], "angles": model._angles}
         shape = {"num_q_heads": c.num_q_heads, "num_kv_heads": c.num_kv_heads, "head_dim": c.head_dim}
-        tokens = {"tokens": buffers["tokens"], "table": model._embed}
+        tokens = {"tokens": buffers["tokens"], "table": model.head}
         self._attends: list[Call] = []
         self._calls: list[Call] = [small("embed", {**tokens, "x": x}, width=width)]
         for w, keys, values in zip(model.layers, model.keys, model.values, strict=True):
@@ -211,52 +235,63 @@ class _Rows:
                 product(activated, w["down"], x, True),
             ]  # fmt: skip
         if logits is not None:
-            self._calls += [norm(model._norm), product(normed, model._embed, logits)]
+            self._calls += [norm(model._norm), product(normed, model.head, logits)]
 
     def launch(self, stream: int) -> None:
         """Everything, in order."""
-        for call in self._calls:
-            call(stream)
+        for one in self._calls:
+            one(stream)
 
     def attend_all(self, stream: int) -> None:
         """The attention of all layers, and nothing else: to time it."""
-        for call in self._attends:
-            call(stream)
+        for one in self._attends:
+            one(stream)
 
 
-class _NumpyProducts:
-    """Matrix products for the emulator."""
+class _DeviceRows:
+    """Rows of a float32 matrix in device memory, copied to the host when they are asked for."""
 
-    xp = np
+    def __init__(self, matrix: Any):
+        self._matrix = matrix
 
-    def multiply(self, a: Any, w: Any, out: Any, add: bool, stream: int) -> None:
-        """``out = a @ w.T``, or added to it: float16 factors, float32 sums."""
-        made = a.reshape(len(a), -1).astype(np.float32) @ w.astype(np.float32).T
-        out[...] = out + made if add else made
+    def __getitem__(self, row: int) -> np.ndarray:
+        matrix = self._matrix
+        out = np.empty(matrix.shape[1:], np.float32)
+        with matrix.device:
+            address = matrix.pointer + row * out.nbytes
+            call("cuMemcpyDtoH", driver().cuMemcpyDtoH(out.ctypes.data, address, out.nbytes))
+        return out
 
 
-class _CublasProducts:
-    """Matrix products by CuPy's cuBLAS, on buffers that are there: they may be captured."""
+class _Heads:
+    """Block heads, the target's head and the best tokens of each position, as one graph for all texts at once."""
 
-    def __init__(self) -> None:
-        try:
-            import cupy
-            from cupy_backends.cuda.libs import cublas
-        except ImportError as error:
-            raise NbverifyError("CuPy is missing: pip install 'nbverify[cu12]', or [cu13]") from error
-        self.xp, self._cublas = cupy, cublas
-        self._scalars = np.array([0.0, 1.0], np.float32)  # cuBLAS reads them when it is called
-        zero = self._scalars.ctypes.data
-        self._beta, self._one = (zero, zero + 4), zero + 4
+    def __init__(self, model: KernelModel, heads: np.ndarray, top_k: int):
+        (depth, inputs, width), texts, runner, products = heads.shape, model.max_requests, model.runner, model.products
+        head, vocab_size = model.head, len(model.embed)
+        matrix = runner.empty((depth * width, inputs), "float16")
+        matrix.set(heads.transpose(0, 2, 1).reshape(matrix.shape))
+        self._features = features = runner.empty((texts, inputs), "float16")
+        ahead = runner.empty((texts, depth * width), "float16")
+        logits = runner.empty((texts * depth, vocab_size), "float32")
+        self._tokens = runner.empty((texts, depth, top_k), "int64")
+        self._probabilities = runner.empty((texts, depth, top_k), "float32")
+        best = runner.bind(
+            stage("top_tokens"), texts * depth,
+            {"logits": logits, "tokens": self._tokens, "probabilities": self._probabilities},
+            {"width": vocab_size, "top_k": top_k},
+        )  # fmt: skip
 
-    def multiply(self, a: Any, w: Any, out: Any, add: bool, stream: int) -> None:
-        """``out = a @ w.T``, or added to it.  cuBLAS has columns first: there it is ``out.T = w @ a.T``."""
-        cupy, cublas = self.xp, self._cublas
-        half, single = cupy.cuda.runtime.CUDA_R_16F, cupy.cuda.runtime.CUDA_R_32F
-        (outputs, inputs), rows = w.shape, a.shape[0]
-        with cupy.cuda.ExternalStream(stream):
-            cublas.gemmEx(
-                cupy.cuda.device.get_cublas_handle(), cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, outputs, rows, inputs,
-                self._one, w.pointer, half, inputs, a.pointer, half, inputs, self._beta[add], out.pointer, single,
-                outputs, single, cublas.CUBLAS_GEMM_DEFAULT,
-            )  # fmt: skip
+        def launch(stream: int) -> None:
+            products.multiply(features, matrix, ahead, False, stream)
+            products.multiply(ahead, head, logits, False, stream)
+            best(stream)
+
+        self._launch = captured(runner, launch)
+
+    def __call__(self, features: np.ndarray) -> HeadsResult:
+        """Start; what is given back waits."""
+        texts = len(features)
+        self._features.set(np.concatenate([features, np.zeros((self._features.shape[0] - texts, features.shape[1]))]))
+        self._launch(0)
+        return lambda: (self._tokens.get()[:texts], self._probabilities.get()[:texts])

@@ -5,8 +5,10 @@
     rms_norm     y[r, :] = x[r, :] * weight / sqrt(mean(x[r, :]^2) + epsilon)             float32 to float16
     rope_store   q, k turned by the row's position, q for attention, k and v into the row's slot of the pool
     silu_mul     y[r, f] = silu(gate_up[r, f]) * gate_up[r, F + f]                        float32 to float16
+    top_tokens   tokens[r, :] = the K columns with the largest logits[r, :], and their part in softmax(logits[r, :])
 
-Launch      a block of THREADS threads for each row r, take_slots one for each request; E, F and N are any numbers.
+Launch      a block of THREADS threads for each row r, take_slots one for each request, top_tokens TOP_THREADS;
+            E, F and N are any numbers, K at most the vocabulary's.
 Numerics    float32, sums in a fixed order: the same row gives the same bits in any batch.
 """
 
@@ -14,18 +16,18 @@ import math
 
 from numba import cuda, float32, int32, int64, uint16
 
-from examples.smollm2.stages import THREADS
+from examples.smollm2.stages import THREADS, TOP_THREADS
 from nbverify.kernels.formats import float16_to_float32, float32_to_float16
 from nbverify.kernels.geometry import FULL_WARP, WARP
 
-WARPS = THREADS // WARP
-ONE = float32(1.0)
+WARPS, TOP_WARPS = THREADS // WARP, TOP_THREADS // WARP
+ZERO, ONE, INFINITY = float32(0.0), float32(1.0), float32(math.inf)
 
 
 def make_body(name: str):
     """``body(args)`` of the kernel of that name."""
     return {"take_slots": take_slots, "embed": embed, "rms_norm": rms_norm, "rope_store": rope_store,
-            "silu_mul": silu_mul}[name]  # fmt: skip
+            "silu_mul": silu_mul, "top_tokens": top_tokens}[name]  # fmt: skip
 
 
 def take_slots(args):
@@ -50,7 +52,7 @@ def rms_norm(args):
     """See the head; each thread adds up its own columns, then warps, then the block."""
     row, thread = int64(cuda.blockIdx.x), int32(cuda.threadIdx.x)
     of_warps = cuda.shared.array(WARPS, float32)
-    squares = float32(0.0)
+    squares = ZERO
     e = int64(thread)
     while e < args.width:
         value = args.x[row * args.width + e]
@@ -61,7 +63,7 @@ def rms_norm(args):
     if thread % WARP == 0:
         of_warps[thread // WARP] = squares
     cuda.syncthreads()  # publishes the warps' sums
-    total = float32(0.0)
+    total = ZERO
     for warp in range(WARPS):
         total += of_warps[warp]
     factor = ONE / math.sqrt(total / float32(args.width) + args.epsilon)
@@ -105,3 +107,60 @@ def silu_mul(args):
         gate, up = args.gate_up[2 * row * args.width + f], args.gate_up[(2 * row + 1) * args.width + f]
         args.y[row * args.width + f] = uint16(float32_to_float16(gate / (ONE + math.exp(-gate)) * up))
         f += THREADS
+
+
+def top_tokens(args):
+    """See the head; equal logits rank by column.
+
+    A thread offers the best of its own columns and the block takes the best offer.  Whose offer was taken scans its
+    columns again, for the best of those that come behind what was taken; the others' offers stand.
+    """
+    row, thread = int64(cuda.blockIdx.x), int32(cuda.threadIdx.x)
+    values = cuda.shared.array(TOP_WARPS, float32)
+    columns = cuda.shared.array(TOP_WARPS, int32)
+    width, first, end = int32(args.width), row * args.width, int32(args.top_k)
+    taken, taken_column, largest = INFINITY, int32(-1), ZERO
+    offer, offer_column = -INFINITY, width
+    for rank in range(end):
+        if rank == 0 or offer_column == taken_column:
+            offer, offer_column = -INFINITY, width
+            e = thread
+            while e < width:
+                logit = args.logits[first + e]
+                if logit > offer and (logit < taken or (logit == taken and e > taken_column)):
+                    offer, offer_column = logit, e
+                e += TOP_THREADS
+        taken, taken_column = offer, offer_column
+        for step in (16, 8, 4, 2, 1):
+            other = cuda.shfl_xor_sync(FULL_WARP, taken, step)
+            column = cuda.shfl_xor_sync(FULL_WARP, taken_column, step)
+            if other > taken or (other == taken and column < taken_column):
+                taken, taken_column = other, column
+        if thread % WARP == 0:
+            values[thread // WARP], columns[thread // WARP] = taken, taken_column
+        cuda.syncthreads()  # publishes the warps' best
+        for warp in range(TOP_WARPS):
+            if values[warp] > taken or (values[warp] == taken and columns[warp] < taken_column):
+                taken, taken_column = values[warp], columns[warp]
+        cuda.syncthreads()  # all have read: the next rank may write
+        if rank == 0:
+            largest = taken
+        if thread == 0:  # a row of NaN has no best column, and may not name one that does not exist
+            args.tokens[row * end + rank] = min(taken_column, width - 1)
+            args.probabilities[row * end + rank] = math.exp(taken - largest)
+    total = ZERO
+    e = thread
+    while e < width:
+        total += math.exp(args.logits[first + e] - largest)
+        e += TOP_THREADS
+    for step in (16, 8, 4, 2, 1):
+        total += cuda.shfl_xor_sync(FULL_WARP, total, step)
+    if thread % WARP == 0:
+        values[thread // WARP] = total
+    cuda.syncthreads()  # publishes the warps' sums
+    if thread == 0:
+        total = ZERO
+        for warp in range(TOP_WARPS):
+            total += values[warp]
+        for rank in range(end):
+            args.probabilities[row * end + rank] /= total

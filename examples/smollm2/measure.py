@@ -17,11 +17,13 @@ from typing import Any
 from examples.smollm2.decode import Decoder
 from examples.smollm2.generate import BUDGETS, CLOSE, DRAFTERS, choose_device, decode, first_difference, make_drafter
 from examples.smollm2.generate import make_model as make
+from examples.smollm2.kernel_model import KernelModel
 from examples.smollm2.prompts import PROMPTS
 from examples.smollm2.tokenizer import Tokenizer
 from examples.smollm2.weights import find_file, read_gguf
 
 WARM_TOKENS = 8
+CHAT = ("code", "list", "prose", "json")  # what the mean is of: no prompt that is mostly copied
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,15 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--weights", type=Path)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     arguments = parser.parse_args(argv)
+    say("weights")
     weights, device = read_gguf(find_file(arguments.weights)), choose_device(arguments.device)
     tokenizer = Tokenizer(weights.fields)
     prompts = {name: tokenizer.chat(prompt) for name, prompt in PROMPTS.items()}
     room = max(map(len, prompts.values())) + arguments.max_tokens + max(BUDGETS) + 1
+    say("model and plans")
     model = make(weights, device, 1, room)
+    say("plain decoding")
     plain_of, rows, passed = measured(Decoder(model, end_token=tokenizer.end), prompts, arguments.max_tokens), [], True
     rows.append(("plain", 0, {name: figures(run) for name, run in plain_of.items()}))
     for drafter in arguments.drafter or DRAFTERS:
         for budget in arguments.budget or BUDGETS:
+            say(f"{drafter}, budget {budget}")
             decoder = Decoder(model, make_drafter(drafter, model), budget, end_token=tokenizer.end)
             runs = measured(decoder, prompts, arguments.max_tokens)
             rows.append((drafter, budget, {name: figures(run) for name, run in runs.items()}))
@@ -52,17 +58,22 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if at is not None:
                     _, gap = Decoder(model).top_two(prompts[name] + want[:at])
                     passed = passed and gap < CLOSE
-                    print(f"{drafter} {budget} {name}: differs at token {at}, top-2 gap {gap:.4f}", file=sys.stderr)
+                    say(f"{drafter} {budget} {name}: differs at token {at}, top-2 gap {gap:.4f}")
     print(table(rows))
     if arguments.json is not None:
         names = ("drafter", "budget", "prompts")
         record = {
-            "device": device,
+            "device": model.runner.name if isinstance(model, KernelModel) else device,
             "max_tokens": arguments.max_tokens,
             "rows": [dict(zip(names, row, strict=True)) for row in rows],
         }
         arguments.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return 0 if passed else 1
+
+
+def say(what: str) -> None:
+    """Where it is, on the terminal; and what is not in the table."""
+    print(what, file=sys.stderr, flush=True)
 
 
 def measured(decoder: Decoder, prompts: dict[str, list[int]], max_tokens: int) -> dict[str, Any]:
@@ -77,11 +88,18 @@ def figures(run: Any) -> dict[str, float]:
 
 
 def table(rows: list[tuple[str, int, dict[str, dict[str, float]]]]) -> str:
-    """Markdown: tokens a step, tokens a second, by prompt."""
-    names = list(rows[0][2])
-    lines = [f"| drafter | budget | {' | '.join(names)} |", "| --- | --- |" + " --- |" * len(names)]
+    """Markdown: tokens a step, tokens a second and how many times that is plain decoding's, by prompt."""
+    names, plain = list(rows[0][2]), rows[0][2]
+    of_mean = [name for name in CHAT if name in plain] or names
+    lines = [f"| drafter | budget | {' | '.join(names)} | mean of {', '.join(of_mean)} |"]
+    lines.append("| --- | --- |" + " --- |" * (len(names) + 1))
     for drafter, budget, by_name in rows:
-        cells = (f"{one['tokens_a_step']:.2f}, {one['tokens_a_second']:.0f}" for one in by_name.values())
+        times = {name: one["tokens_a_second"] / plain[name]["tokens_a_second"] for name, one in by_name.items()}
+        cells = [
+            f"{one['tokens_a_step']:.2f}, {one['tokens_a_second']:.0f}, {times[name]:.2f} x"
+            for name, one in by_name.items()
+        ]
+        cells.append(f"{sum(times[name] for name in of_mean) / len(of_mean):.2f} x")
         lines.append(f"| {drafter} | {budget} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

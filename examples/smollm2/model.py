@@ -98,8 +98,12 @@ class Pool:
         self.num_slots = self.num_pages * page_size
 
 
+HeadsResult = Callable[[], tuple[np.ndarray, np.ndarray]]  # waits for tokens and probabilities, [n, depth, top_k]
+StartHeads = Callable[[np.ndarray], HeadsResult]  # of features [n, 2 E]
+
+
 class NumpyModel(Pool):
-    """On the host, in float32.  ``xp``, ``embed`` and ``norm`` are for drafters.
+    """On the host, in float32.  ``embed`` and ``norm`` are for drafters.
 
     Parameters
     ----------
@@ -110,8 +114,6 @@ class NumpyModel(Pool):
     page_size
         Slots of a page.
     """
-
-    xp = np
 
     def __init__(
         self, tensors: dict[str, np.ndarray], config: Config, *, max_requests: int, max_len: int, page_size: int = 16
@@ -156,6 +158,18 @@ class NumpyModel(Pool):
 
         step.capture(model)
         return step
+
+    def open_heads(self, heads: np.ndarray, top_k: int) -> StartHeads:
+        """Linear maps ``[depth, 2 E, E]`` of features to hidden states, from where the target's head goes on."""
+
+        def start(features: np.ndarray) -> HeadsResult:
+            logits = np.swapaxes(features @ heads, 0, 1) @ self.embed.T
+            best = np.argpartition(-logits, top_k - 1)[..., :top_k]
+            weights = np.exp(logits - logits.max(-1, keepdims=True))
+            of_best = np.take_along_axis(weights, best, -1) / weights.sum(-1, keepdims=True)
+            return lambda: (best, of_best)
+
+        return start
 
     def attention_s(self, step: HostStep, steps: int) -> float:
         """Seconds in attention since this was last asked."""

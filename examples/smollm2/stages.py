@@ -3,6 +3,7 @@
 from nbverify.stages import Stage, array, scalar
 
 THREADS = 128
+TOP_THREADS = 512  # of top_tokens, whose rows are as long as the vocabulary
 
 PARAMETERS = {
     "take_slots": (array("req_to_token", "int32"), array("prefix_lens", "int64"), array("out_cache_loc", "int64"),
@@ -15,9 +16,12 @@ PARAMETERS = {
                    array("values", "uint16"), scalar("num_q_heads"), scalar("num_kv_heads"), scalar("head_dim"),
                    scalar("max_len")),
     "silu_mul": (array("gate_up", "float32"), array("y", "uint16"), scalar("width")),
+    "top_tokens": (array("logits", "float32"), array("tokens", "int64"), array("probabilities", "float32"),
+                   scalar("width"), scalar("top_k")),
 }  # fmt: skip
 
 
 def stage(name: str) -> Stage:
     """The kernel of that name."""
-    return Stage(name, "examples.smollm2.kernels", PARAMETERS[name], threads=THREADS, constants={"name": name})
+    threads = TOP_THREADS if name == "top_tokens" else THREADS
+    return Stage(name, "examples.smollm2.kernels", PARAMETERS[name], threads=threads, constants={"name": name})

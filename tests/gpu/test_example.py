@@ -14,9 +14,12 @@ from examples.smollm2.kernel_model import verify_spec
 
 BUDGETS = (8, 16, 32, 64)
 TINY_NEW = 24
-SIZES = {"max_requests": 1, "max_nodes": 9, "max_kv_len": 96}
+NODES = {nv.Mask.TREE: (1, 2, 6, 9, 13, 17, 33, 65), nv.Mask.CAUSAL: (4, 8)}  # of steps, and of parts of prompts
 ALSO_COMPILED = [
-    verify_spec(CONFIG, mask, kernel, **SIZES) for mask in (nv.Mask.TREE, nv.Mask.CAUSAL) for kernel in nv.spec.KERNELS
+    verify_spec(CONFIG, mask, kernel, max_requests=1, max_nodes=nodes, max_kv_len=96)
+    for mask in NODES
+    for nodes in NODES[mask]
+    for kernel in nv.spec.KERNELS
 ]
 
 

@@ -15,8 +15,12 @@ from examples.smollm2.model import Config
 
 pytestmark = [*needs_weights, pytest.mark.timeout(600)]
 CONFIG = Config(num_q_heads=9, num_kv_heads=3, head_dim=64, rope_base=1e5, epsilon=1e-5)
-SIZES = {"max_requests": 1, "max_nodes": 9, "max_kv_len": 384}
-ALSO_COMPILED = [verify_spec(CONFIG, mask, "mma", **SIZES) for mask in (nv.Mask.TREE, nv.Mask.CAUSAL)]
+NODES = {nv.Mask.TREE: (1, *(budget + 1 for budget in BUDGETS)), nv.Mask.CAUSAL: (64,)}  # of steps, parts of prompts
+ALSO_COMPILED = [
+    verify_spec(CONFIG, mask, "mma", max_requests=1, max_nodes=nodes, max_kv_len=384)
+    for mask in NODES
+    for nodes in NODES[mask]
+]
 
 
 @functools.cache

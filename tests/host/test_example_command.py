@@ -5,14 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cuda import pathfinder
 from support.tiny_llama import CONFIG, Oracle, plain, tiny_tensors
 
 import nbverify
 from examples.smollm2 import fit, generate, measure
 from examples.smollm2.drafters import PromptLookup, RidgeHeads
+from examples.smollm2.products import CublasProducts
 from examples.smollm2.weights import Gguf
 from nbverify.cli import main
-from nbverify.errors import ArgumentError
+from nbverify.errors import ArgumentError, NbverifyError
 
 FIELDS = {
     "llama.attention.head_count": CONFIG.num_q_heads, "llama.attention.head_count_kv": CONFIG.num_kv_heads,
@@ -204,10 +206,20 @@ def test_the_table_of_the_figures(tiny, capsys, monkeypatch, tmp_path):
     flags = ["--device", "cpu", "--max-tokens", "9", "--drafter", "lookup", "--budget", "8", "--budget", "16"]
     assert measure.main([*flags, "--json", str(tmp_path / "rows.json")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "| drafter | budget | one | two |" and len(lines) == 5
+    assert lines[0] == "| drafter | budget | one | two | mean of one, two |" and len(lines) == 5
     assert lines[2].startswith("| plain | 0 | 1.00, ") and lines[4].startswith("| lookup | 16 | ")
+    assert lines[2].count(", 1.00 x |") == 2 and lines[2].endswith("| 1.00 x |")
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert [row["budget"] for row in rows] == [0, 8, 16] and rows[1]["prompts"]["one"]["tokens"] == 9
+
+
+def test_a_missing_cublas_is_said(monkeypatch):
+    def missing(name):
+        raise pathfinder.DynamicLibNotFoundError(name)
+
+    monkeypatch.setattr(pathfinder, "load_nvidia_dynamic_lib", missing)
+    with pytest.raises(NbverifyError, match="cuBLAS is missing: pip install nvidia-cublas"):
+        CublasProducts(device=None)
 
 
 def test_model_drafters_and_loop_stay_readable():

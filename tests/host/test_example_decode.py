@@ -137,6 +137,10 @@ def test_wrong_arguments_are_refused_by_name():
         Decoder(model, PromptLookup(), 8).enter(0, [1] * 16, 8)
     with pytest.raises(ArgumentError, match="prompt, max_tokens: expected a token at least, of each, got 0, 8"):
         Decoder(model).enter(0, [], 8)
+    with pytest.raises(ArgumentError, match=r"heads: expected shape \[depth, 288, 144\], got \[3, 288, 143\]"):
+        RidgeHeads(heads()[..., 1:], model)
+    with pytest.raises(ArgumentError, match="top_k: expected 1 to 61, the tokens there are, got 62"):
+        RidgeHeads(heads(), model, top_k=62)
     for name in ("max_requests", "max_len", "page_size"):
         with pytest.raises(ArgumentError, match=f"{name}: expected an int >= 1, got 0"):
             tiny_model(**{name: 0})
@@ -181,8 +185,8 @@ def test_the_mixture_trusts_lookup_by_what_it_found():
     class Fixed:
         depth, top_k = 2, 8
 
-        def propose(self, texts, hidden):
-            return [[{9: 0.5, 4: 0.5}, {4: 1.0}] for _ in texts]
+        def start(self, texts, hidden):
+            return lambda: [[{9: 0.5, 4: 0.5}, {4: 1.0}] for _ in texts]
 
     first, second, third = Mixture(PromptLookup(depth=3), Fixed()).propose([[1, 2, 9, 5, 3, 1, 2]], None)[0]
     assert first == {9: pytest.approx(0.5 * 64 / 136 + 72 / 136), 4: pytest.approx(0.5 * 64 / 136)}
