@@ -36,7 +36,7 @@ DESCRIPTION = (
 BUDGETS = (8, 16, 32, 64)
 DRAFTERS = ("lookup", "ridge", "mixture")
 MOST_REQUESTS = 8  # at once
-PLAIN_SAMPLE = 32  # tokens of plain decoding that its speed is taken from, without --compare
+PLAIN_SAMPLE = 32  # tokens of plain decoding that its speed is taken from, on a CPU and without --compare
 CLOSE = 0.05  # a top-2 gap in the logits below this is a tie that rounding may decide
 FIT_QUESTIONS, FIT_REQUESTS = 54, 18
 EMULATED_BLOCKS = 4
@@ -107,7 +107,9 @@ def main(argv: Sequence[str], prog: str = "nbverify generate") -> int:
         for prompt, answer in zip(arguments.prompts, trees.answers, strict=True):
             console.rule(Text(prompt.splitlines()[0][:100], style="bold"), align="left")
             console.print(coloured(answer, tokenizer))
-    sample = arguments.max_tokens if arguments.compare else min(PLAIN_SAMPLE, arguments.max_tokens)
+    # As many tokens as with trees, so that the prompt weighs the same; a CPU is too slow for that.
+    in_full = arguments.compare or device == "gpu"
+    sample = arguments.max_tokens if in_full else min(PLAIN_SAMPLE, arguments.max_tokens)
     with _doing(status, f"plain decoding, {sample} tokens at most"):
         plain = decode(Decoder(model, end_token=tokenizer.end), prompts, sample)
     passed = not arguments.compare or compare(console, tokenizer, model, prompts, plain, trees)

@@ -112,24 +112,30 @@ def silu_mul(args):
 def top_tokens(args):
     """See the head; equal logits rank by column.
 
-    A thread offers the best of its own columns and the block takes the best offer.  Whose offer was taken scans its
-    columns again, for the best of those that come behind what was taken; the others' offers stand.
+    A thread has the best two of its own columns ready, and the block takes the best of what all offer.  A thread whose
+    two were taken, which is rare, scans its columns again for the best that come behind what was taken.
     """
     row, thread = int64(cuda.blockIdx.x), int32(cuda.threadIdx.x)
     values = cuda.shared.array(TOP_WARPS, float32)
     columns = cuda.shared.array(TOP_WARPS, int32)
     width, first, end = int32(args.width), row * args.width, int32(args.top_k)
     taken, taken_column, largest = INFINITY, int32(-1), ZERO
-    offer, offer_column = -INFINITY, width
+    offer, offer_column, spare, spare_column = -INFINITY, width, -INFINITY, width
+    ready = int32(0)
     for rank in range(end):
-        if rank == 0 or offer_column == taken_column:
-            offer, offer_column = -INFINITY, width
+        if ready == 0:
+            offer, offer_column, spare, spare_column = -INFINITY, width, -INFINITY, width
             e = thread
             while e < width:
                 logit = args.logits[first + e]
-                if logit > offer and (logit < taken or (logit == taken and e > taken_column)):
-                    offer, offer_column = logit, e
+                if logit < taken or (logit == taken and e > taken_column):
+                    if logit > offer:
+                        spare, spare_column = offer, offer_column
+                        offer, offer_column = logit, e
+                    elif logit > spare:
+                        spare, spare_column = logit, e
                 e += TOP_THREADS
+            ready = int32(2)
         taken, taken_column = offer, offer_column
         for step in (16, 8, 4, 2, 1):
             other = cuda.shfl_xor_sync(FULL_WARP, taken, step)
@@ -143,6 +149,8 @@ def top_tokens(args):
             if values[warp] > taken or (values[warp] == taken and columns[warp] < taken_column):
                 taken, taken_column = values[warp], columns[warp]
         cuda.syncthreads()  # all have read: the next rank may write
+        if taken_column == offer_column:
+            offer, offer_column, ready = spare, spare_column, int32(ready - 1)
         if rank == 0:
             largest = taken
         if thread == 0:  # a row of NaN has no best column, and may not name one that does not exist

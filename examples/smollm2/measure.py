@@ -84,7 +84,12 @@ def measured(decoder: Decoder, prompts: dict[str, list[int]], max_tokens: int) -
 
 def figures(run: Any) -> dict[str, float]:
     """What is kept of a run."""
-    return {"tokens": run.num_tokens, "tokens_a_step": run.tokens_a_step, "tokens_a_second": run.tokens_a_second}
+    return {
+        "tokens": run.num_tokens,
+        "tokens_a_step": run.tokens_a_step,
+        "tokens_a_second": run.tokens_a_second,
+        "attention_share": run.attention_s / run.seconds,
+    }
 
 
 def table(rows: list[tuple[str, int, dict[str, dict[str, float]]]]) -> str:

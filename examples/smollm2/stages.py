@@ -2,8 +2,8 @@
 
 from nbverify.stages import Stage, array, scalar
 
-THREADS = 128
-TOP_THREADS = 512  # of top_tokens, whose rows are as long as the vocabulary
+THREADS = 256
+TOP_THREADS = 1024  # of top_tokens, whose rows are as long as the vocabulary
 
 PARAMETERS = {
     "take_slots": (array("req_to_token", "int32"), array("prefix_lens", "int64"), array("out_cache_loc", "int64"),
