@@ -6,6 +6,7 @@ real CUDA graph; elsewhere it keeps the call, and a replay makes it again.
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,6 +30,13 @@ def random_tree(rng: np.random.Generator, nodes: int, device) -> torch.Tensor:
     """Ancestor mask, parents before children."""
     parents = [-1, *(int(rng.integers(0, node)) for node in range(1, nodes))]
     return torch.from_numpy(ancestor_mask(parents)).to(device)
+
+
+def rows_of(pool: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """In float64.  Bytes are gathered as bytes: not every operation has fp8."""
+    if pool.element_size() > 1:
+        return pool[slots].double()
+    return pool.view(torch.uint8)[slots].view(pool.dtype).float().double()
 
 
 class Server:
@@ -69,7 +77,8 @@ class Server:
         )  # fmt: skip
         self.k_pool = self.runner.token_to_kv_pool.get_key_buffer(0)
         self.v_pool = self.runner.token_to_kv_pool.get_value_buffer(0)
-        for pool in (self.k_pool,) if is_mla else (self.k_pool, self.v_pool):
+        self.pools = (self.k_pool,) if is_mla else (self.k_pool, self.v_pool)  # MLA: V is part of K
+        for pool in self.pools:
             pool.copy_((torch.randn(pool.shape, device=device) * 0.3).to(pool.dtype))
         self.table = self.runner.req_to_token_pool.req_to_token
         pages = -(-context // page)
@@ -141,10 +150,15 @@ class Server:
             backend.on_after_cuda_graph_warmup()
         state = SimpleNamespace(out=None, graph=None)
         if str(self.device).startswith("cuda"):
-            torch.cuda.synchronize()
-            state.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(state.graph):
-                state.out = step()
+            # As SGLang does: an object that is collected in a capture and gives device memory back would end it.
+            gc.collect()
+            gc.disable()
+            try:
+                state.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(state.graph):
+                    state.out = step()
+            finally:
+                gc.enable()
 
         def prepare(lens, trees):
             """Everything outside of the graph, for a batch of fewer or as many requests."""
@@ -178,8 +192,7 @@ class Server:
             drafts = slots[b * self.nodes : (b + 1) * self.nodes]
             keys = torch.cat([self.table[b + 1, :n].long(), drafts])
             q = self.q[b * self.nodes : (b + 1) * self.nodes].view(self.nodes, self.heads, -1).double()
-            k = self.k_pool[keys].double().repeat_interleave(group, 1)
-            v = self.v_pool[keys].double().repeat_interleave(group, 1)
+            k, v = (rows_of(pool, keys).repeat_interleave(group, 1) for pool in (self.k_pool, self.v_pool))
             scores = torch.einsum("ihd,jhd->hij", q, k) * self.layer.scaling
             hidden = torch.cat([torch.zeros(self.nodes, n, dtype=torch.bool, device=self.device), ~tree], 1)
             weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 FP8 = "float8_e4m3fn"
@@ -47,6 +48,11 @@ UNUSED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "identity_kv_indices": ("K and V that are not the pool's", lambda value: not value),
 }
 READ = frozenset((*TAKEN, *WITHOUT_MEANING_HERE))
+
+# The order of all versions: what differs from layer to layer comes first, then the buffers of a forward.
+OF_A_LAYER = ("q_extend", "k_extend", "v_extend", "o_extend", "k_buffer", "v_buffer")
+OF_A_FORWARD = ("qo_indptr", "kv_indptr", "kv_indices", "custom_mask", "mask_indptr")
+PLAIN = (bool, int, float, str)
 
 
 class Signature(NamedTuple):
@@ -96,6 +102,45 @@ class Call(NamedTuple):
     k_scale: float
     v_scale: float
     is_shared: bool  # MLA: V is the front of the K row
+
+
+class Pattern:
+    """A call that was taken, without its tensors: what looks the same is taken too, and needs no second look.
+
+    Which leaves the tensors to be compared: those of the forward are the same objects (``buffers_of``), those of the
+    layer differ in nothing but their addresses (``rebind`` checks that).
+    """
+
+    __slots__ = ("_count", "_names", "_options", "_plain", "buffers_of")
+
+    def __init__(self, signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]):
+        self._count, self._names, self._options = len(args), tuple(kwargs), tuple(kwargs.values())
+        tensors = (*OF_A_LAYER, *OF_A_FORWARD)
+        self._plain = [(i, args[i]) for i, name in enumerate(signature.names[: len(args)]) if name not in tensors]
+        #: Of the positional arguments, in the order of ``OF_A_FORWARD``.
+        self.buffers_of = itemgetter(*map(signature.names.index, OF_A_FORWARD))
+
+    @staticmethod
+    def can_be_made(signature: Signature, args: Sequence[Any]) -> bool:
+        """Whether the tensors come as in every version so far: by position, and those of a layer first."""
+        last = max(map(signature.names.index, OF_A_FORWARD))
+        return signature.names[: len(OF_A_LAYER)] == OF_A_LAYER and len(args) > last
+
+    def fits(self, args: Sequence[Any], kwargs: Mapping[str, Any], around: Surroundings) -> bool:
+        """Whether the verdict on another call is the same.  Loops, because this comes at every layer."""
+        k_scale, v_scale = around.layer_scales
+        if not around.is_stored or (k_scale is None) != (v_scale is None):
+            return False
+        if len(args) != self._count or tuple(kwargs) != self._names:
+            return False
+        for i, known in self._plain:
+            value = args[i]
+            if value is not known and (type(value) not in PLAIN or value != known):
+                return False
+        for value, known in zip(kwargs.values(), self._options, strict=True):
+            if value is not known and (type(value) not in PLAIN or value != known):
+                return False
+        return True
 
 
 def by_name(signature: Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

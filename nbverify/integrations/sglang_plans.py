@@ -3,7 +3,8 @@
     first call of a kind       a plan: compiled or from the cache, workspace allocated.  The warm-up forwards before a
                                capture are such calls, so nothing is made while a graph is captured
     first layer of a forward   a bind: checks all buffers (0.15 ms of host time), packs the parameters
-    the other layers           a rebind: other addresses for q, K, V and out
+    the other layers           a rebind: other addresses for q, K, V and out.  If the call looks like the one before
+                               (:class:`~nbverify.integrations.sglang_calls.Pattern`), that is all that is checked
     a replay                   nothing: the graph has the launches, and they read SGLang's persistent buffers
 
 A bind is kept for as long as the index buffers and the mask are the same objects, which they are for all layers of an
@@ -14,17 +15,17 @@ keep the buffers of a forward that is over.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from nbverify.errors import ArgumentError, CompileError, DriverError
-from nbverify.integrations.sglang_calls import FP8, Call, dtype_name
+from nbverify.integrations.sglang_calls import FP8, OF_A_FORWARD, Call, address_of, dtype_name
 from nbverify.kernels.tiles import choose_tiles, limits_of
 from nbverify.plan import BoundVerify, VerifyPlan
 from nbverify.spec import Mask, VerifySpec
 
-HELD = ("kv_indptr", "kv_indices", "qo_indptr", "out_cache_loc", "custom_mask", "mask_indptr")
+HELD = (*OF_A_FORWARD, "out_cache_loc")
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,20 @@ class Place(Protocol):
 class TorchGpu:
     """Torch tensors on CUDA devices."""
 
+    def __init__(self) -> None:
+        import torch
+
+        # What Triton's own launcher asks; torch.cuda.current_stream() makes an object, in several times the time.
+        self._current_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
     def make_plan(self, spec: VerifySpec, q: Any) -> VerifyPlan:
         """A plan on q's device."""
         return VerifyPlan(spec, device=q.device.index)
 
     def stream_of(self, q: Any) -> int:
         """Torch's current stream: in a capture, SGLang's own."""
+        if self._current_stream is not None:
+            return self._current_stream(q.device.index)
         import torch
 
         return torch.cuda.current_stream(q.device).cuda_stream
@@ -154,7 +163,14 @@ class Held:
         """Whether the bind is of this call's index buffers and mask."""
         if self.bound is None or call.q.shape[0] != self.rows:
             return False
-        return all(held() is getattr(call, name) for held, name in zip(self.buffers, HELD, strict=True))
+        return self.is_of([getattr(call, name) for name in HELD])
+
+    def is_of(self, buffers: Sequence[Any]) -> bool:
+        """Whether the bind is of these, in the order of ``HELD``.  One that is gone is nobody's."""
+        for held, buffer in zip(self.buffers, buffers, strict=True):  # a generator would cost 1 us more
+            if buffer is None or held() is not buffer:
+                return False
+        return True
 
 
 class Plans:
@@ -164,10 +180,12 @@ class Plans:
         self.limits, self.place, self._say = limits, place, say
         self._held: dict[tuple, Held] = {}
         self._refused: dict[tuple, str] = {}
+        self._last: Held | None = None
         self.binds = self.rebinds = 0  # of the backend's life: for tests, and for whoever looks into a slow server
 
     def launch(self, call: Call, mask: Mask = Mask.FULL) -> str | None:
         """Verify; or say why not, and launch nothing."""
+        self._last = None
         key = key_of(call, mask)
         held = self._held.get(key)
         if held is None:
@@ -201,7 +219,29 @@ class Plans:
             held.buffers = tuple(weakref.ref(getattr(call, name)) for name in HELD)
             held.rows, held.scales = call.q.shape[0], scales
         held.bound.launch(self.place.stream_of(call.q))
+        self._last = held
         return None
+
+    def launch_again(self, buffers: Sequence[Any], q: Any, k_cache: Any, v_cache: Any, out: Any) -> bool:
+        """The last launch, with the tensors of another layer; False, and no launch, if it is not the same otherwise.
+
+        ``buffers`` are those of ``HELD``.  Scales, nodes and layouts of the mask are the caller's to compare.
+        """
+        held = self._last
+        if held is None or held.bound is None or not held.is_of(buffers):
+            return False
+        try:
+            if not held.plan.spec.shared_kv:
+                held.bound.rebind(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+            elif address_of(k_cache) == address_of(v_cache) and v_cache.shape[2] == held.plan.spec.head_dim_v:
+                held.bound.rebind(q=q, k_cache=k_cache, out=out)
+            else:
+                return False
+        except ArgumentError:  # other shapes, types or strides: to be looked at anew
+            return False
+        self.rebinds += 1
+        held.bound.launch(self.place.stream_of(q))
+        return True
 
     def workspace_bytes(self) -> int:
         """Of all plans."""

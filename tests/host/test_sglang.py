@@ -234,9 +234,10 @@ def test_buffers_of_a_forward_are_not_kept_alive():
     surroundings, given = around(), arguments()
     plans.launch(take(given, surroundings, NEWEST))
     (held,) = plans._held.values()
-    assert held.buffers[0]() is given["kv_indptr"]
+    buffers = dict(zip(sglang_plans.HELD, held.buffers, strict=True))
+    assert buffers["kv_indptr"]() is given["kv_indptr"]
     del given
-    assert all(reference() is None for reference in held.buffers[:3])
+    assert all(buffers[name]() is None for name in sglang_calls.OF_A_FORWARD)
 
 
 def test_a_rebind_that_does_not_fit_becomes_a_bind():
@@ -251,6 +252,92 @@ def test_a_rebind_that_does_not_fit_becomes_a_bind():
 
     held.bound.rebind = refuse
     assert plans.launch(call) is None and place.events == ["bind", "launch", "bind", "launch"]
+
+
+# ---- the layers after the first
+
+
+def layers_of(*, is_mla=False):
+    """The place, and a function that calls a backend's kernel for a layer more of one forward.
+
+    It gives what the place then did, and how often the call stayed with stock.
+    """
+    backend = backend_of(place=CountingPlace())
+    takeover, first, slots = backend.nbverify, arguments(is_mla=is_mla), np.arange(8)
+
+    def layer(surroundings=(), **changes):
+        own = arguments(is_mla=is_mla)
+        given = first | {name: own[name] for name in sglang_calls.OF_A_LAYER} | changes
+        options = {"logit_cap": 0.0, "sinks": None} | {n: v for n, v in given.items() if n not in first}
+        takeover._around = Surroundings(**({"out_cache_loc": slots, "is_stored": True} | dict(surroundings)))
+        done, stock = len(takeover.place.events), takeover.stock
+        backend.extend_attention_fwd(*(given[name] for name in NEWEST.names if name in first), **options)
+        return takeover.place.events[done:], takeover.stock - stock
+
+    takeover._stock_kernel = lambda *args, **kwargs: None
+    return takeover.place, layer
+
+
+@pytest.mark.parametrize("is_mla", [False, True], ids=["gqa", "mla"])
+def test_layers_like_the_first_are_not_looked_at_again(is_mla, monkeypatch):
+    _, layer = layers_of(is_mla=is_mla)
+    assert layer() == (["bind", "launch"], 0)
+    monkeypatch.delattr(sglang_takeover, "take")
+    for _ in range(3):
+        assert layer() == (["rebind", "launch"], 0)
+    assert layer(sm_scale=float("0.25")) == (["rebind", "launch"], 0), "an equal number that is another object"
+
+
+@pytest.mark.parametrize(
+    "changes, stays",
+    [
+        (dict(sm_scale=0.5), False),
+        (dict(custom_mask=np.ones(36, bool)), False),
+        (dict(kv_indptr=np.array([0, 1, 1], np.int32)), False),
+        (dict(surroundings=dict(out_cache_loc=np.arange(8))), False),
+        (dict(k_scale=0.5), True),
+        (dict(is_causal=False), True),
+        (dict(logit_cap=30.0), True),
+        (dict(sinks=np.zeros(4)), True),
+        (dict(rotate="pairs"), True),
+        (dict(custom_mask=None), True),
+        (dict(surroundings=dict(is_stored=False)), True),
+        (dict(surroundings=dict(layer_scales=(0.5, None))), True),
+        (dict(surroundings=dict(out_cache_loc=None)), True),
+    ],
+)
+def test_a_layer_that_differs_is_looked_at(changes, stays):
+    _, layer = layers_of()
+    layer()
+    events, stock = layer(**changes)
+    assert (events, stock) == (([], 1) if stays else (["bind", "launch"], 0))
+
+
+def test_a_layer_whose_v_is_not_in_its_k_is_not_mla():
+    place, layer = layers_of(is_mla=True)
+    layer()
+    assert layer(v_buffer=np.zeros((9, 1, 16), BF16)) == (["bind", "launch"], 0)
+    assert [spec.shared_kv for spec in place.plans] == [True, False]
+
+
+def test_a_layer_of_another_layout_is_looked_at():
+    place, layer = layers_of()
+
+    def refuse(**changes):
+        raise nv.ArgumentError("q", "as bound", "other strides")
+
+    place.bind = lambda **buffers: SimpleNamespace(launch=lambda stream: place.events.append("launch"), rebind=refuse)
+    layer()
+    assert layer() == (["launch"], 0) and len(place.plans) == 1, "bound anew"
+
+
+def test_a_mask_that_is_gone_is_not_a_mask_that_is_missing():
+    plans = Plans(Limits(4, 8), CountingPlace(), lambda text: None)
+    given = arguments()
+    plans.launch(take(given, around(), NEWEST))
+    del given["custom_mask"]
+    buffers = [given.get(name, None) for name in sglang_calls.OF_A_FORWARD]
+    assert not plans._last.is_of([*buffers, np.arange(8)])
 
 
 @pytest.mark.parametrize("error", [nv.ArgumentError("spec", "less", "more"), nv.CompileError("x"), nv.DriverError("y")])
