@@ -26,10 +26,10 @@ SEED = 0
 CASES: dict[str, dict[str, Any]] = {
     "mla 1 x 9 x 8": dict(is_mla=True, heads=8, kv_heads=1, nodes=9, requests=1),
     "mla 1 x 33 x 8": dict(is_mla=True, heads=8, kv_heads=1, nodes=33, requests=1),
-    "mla 1 x 33 x 8 fp8": dict(is_mla=True, heads=8, kv_heads=1, nodes=33, requests=1, fp8=True),
     "mla 1 x 33 x 16": dict(is_mla=True, heads=16, kv_heads=1, nodes=33, requests=1),
     "mla 4 x 33 x 8": dict(is_mla=True, heads=8, kv_heads=1, nodes=33, requests=4),
     "gqa 1 x 33 x 32/8": dict(is_mla=False, heads=32, kv_heads=8, nodes=33, requests=1),
+    "mla 1 x 33 x 8 fp8": dict(is_mla=True, heads=8, kv_heads=1, nodes=33, requests=1, fp8=True),
 }
 
 
