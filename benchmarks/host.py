@@ -33,7 +33,7 @@ from nbverify.presets import preset
 SEED = 0
 SPEC = replace(preset("kimi-k2.6-tp8"), kernel="simt", max_requests=8, max_kv_len=32_768 + 33)
 LIMITS_US = {"launch": 6.0, "rebind q, out": 6.0, "bind": 200.0}
-LIMITS_S = {"plan, cached": 0.5, "plan, cold": 20.0}
+LIMITS_S = {"plan, cached": 0.5, "plan, cold": 10.0}
 SHAPES = ((1, 8, 32_768), (1, 33, 32_768), (8, 8, 32_768), (8, 33, 32_768))  # requests, nodes, prefix
 HOST_SHAPE = (1, 8, 512)  # short, so that the queue does not fill
 ROWS_CHECKED = 3

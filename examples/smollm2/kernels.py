@@ -19,6 +19,7 @@ from numba import cuda, float32, int32, int64, uint16
 from examples.smollm2.stages import THREADS, TOP_THREADS
 from nbverify.kernels.formats import float16_to_float32, float32_to_float16
 from nbverify.kernels.geometry import FULL_WARP, WARP
+from nbverify.kernels.softmax import warp_sum
 
 WARPS, TOP_WARPS = THREADS // WARP, TOP_THREADS // WARP
 ZERO, ONE, INFINITY = float32(0.0), float32(1.0), float32(math.inf)
@@ -58,8 +59,7 @@ def rms_norm(args):
         value = args.x[row * args.width + e]
         squares += value * value
         e += THREADS
-    for step in (16, 8, 4, 2, 1):
-        squares += cuda.shfl_xor_sync(FULL_WARP, squares, step)
+    squares = warp_sum(squares)
     if thread % WARP == 0:
         of_warps[thread // WARP] = squares
     cuda.syncthreads()  # publishes the warps' sums
@@ -161,8 +161,7 @@ def top_tokens(args):
     while e < width:
         total += math.exp(args.logits[first + e] - largest)
         e += TOP_THREADS
-    for step in (16, 8, 4, 2, 1):
-        total += cuda.shfl_xor_sync(FULL_WARP, total, step)
+    total = warp_sum(total)
     if thread % WARP == 0:
         values[thread // WARP] = total
     cuda.syncthreads()  # publishes the warps' sums

@@ -75,7 +75,7 @@ def layers_of(tensors: dict[str, np.ndarray]) -> list[Layer]:
 
 
 def rms_norm(x: Any, weight: Any, epsilon: float) -> Any:
-    """Rows of ``x`` [n, E] at a root mean square of 1, times ``weight`` [E]; numpy or CuPy."""
+    """Rows of ``x`` [n, E] at a root mean square of 1, times ``weight`` [E]."""
     return x * weight / ((x * x).mean(-1, keepdims=True) + np.float32(epsilon)) ** np.float32(0.5)
 
 

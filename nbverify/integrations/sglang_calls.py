@@ -246,7 +246,7 @@ def _name_of(dtype: Hashable) -> str:
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    return value is default or (isinstance(value, (bool, int, float, str)) and value == default)
+    return value is default or (isinstance(value, PLAIN) and value == default)
 
 
 def _short(value: Any) -> str:

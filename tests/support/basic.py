@@ -394,9 +394,11 @@ def test_rebind_of_scales(dev, spec):
         bound.bound.rebind(**changed)
         bound.bound.launch()
         assert bound.result().bits == want.bits
+    elsewhere = BoundBatch(dev, plan, batch).arrays["out"]
     for wrong in ({"v_scale": 2.0}, {"k_scale": 0.0}, {"k_scale": 1e38, "v_scale": -1.0}):
         with pytest.raises(nv.ArgumentError, match="scale"):
-            bound.bound.rebind(**wrong)
+            bound.bound.rebind(**wrong, out=elsewhere)
+    bound.poison()
     bound.bound.launch()
     assert bound.result().bits == plain.bits, "a refused rebind has changed something"
 
