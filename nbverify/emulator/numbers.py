@@ -162,6 +162,8 @@ LIBDEVICE_TWINS: dict[str, Twin] = {
     "fdiv_rn": lambda a, b: float32(a) / float32(b),
     "fmaf_rn": lambda a, b, c: fma(float32(a), float32(b), float32(c)),
     "fsqrt_rn": _in_float32(np.sqrt),
+    "float_as_int": lambda x: int(float32(x).view(np.int32)),
+    "int_as_float": lambda bits: np.int32(bits).view(np.float32),
     "half2float": half2float,
     "float2half_rn": float2half_rn,
     **{

@@ -709,6 +709,8 @@ PTX_TWINS: dict[str, Twin] = {
     "store_global_u8": _store("store_global_u8", _writable_global, np.uint8, 1),
     "load_global_v2_f32_if": _load_if("load_global_v2_f32_if", 2),
     "load_global_v4_f32_if": _load_if("load_global_v4_f32_if", 4),
+    "warp_max_u32": lambda value: warp_collective(_address32(value), lambda lanes: [uint32(max(lanes))] * len(lanes)),
+    "warp_min_u32": lambda value: warp_collective(_address32(value), lambda lanes: [uint32(min(lanes))] * len(lanes)),
     "prefetch_l2": prefetch_l2,
     "atomic_add_u32": atomic_add_u32,
     "wait_sign_flip": wait_sign_flip,

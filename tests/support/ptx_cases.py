@@ -19,7 +19,7 @@ from nbverify import compile as nbc
 from nbverify.contract import Parameter
 from nbverify.emulator import Emulator
 from nbverify.kernels import formats, ptx
-from nbverify.tree.kernels.memory import load_global_u8, store_global_u8
+from nbverify.tree.kernels import ptx as tree_ptx
 
 EPS = float(np.finfo(np.float32).eps)
 CANONICAL_NAN = 0x7FFF  # of both 16-bit types
@@ -455,7 +455,9 @@ def memory(args):
     args.out_plain[i] = ptx.load_global_u32(ptx.global_address(args.words, 4 * i + 3))
     # Bytes of a word change places, and the word beside them stays.
     byte = ptx.global_address(args.out_bytes, 0) + uint64(8 * (i // 4) + i % 4)
-    store_global_u8(byte, load_global_u8(ptx.global_address(args.words, i // 4) + uint64(3 - i % 4)) | 0xABC00)
+    tree_ptx.store_global_u8(
+        byte, tree_ptx.load_global_u8(ptx.global_address(args.words, i // 4) + uint64(3 - i % 4)) | 0xABC00
+    )
     two = ptx.load_global_v2_f32(ptx.global_address(args.floats, 2 * i))
     # Lanes that read nothing have an address that is far outside.
     far = ptx.global_address(args.floats, 4 * i if i % 2 else 1 << 50)
@@ -809,6 +811,24 @@ def opaque_arrays(rng):
     return {**words, "wide": np.zeros(64, np.uint64)}
 
 
+def reductions(args):
+    i = cuda.threadIdx.x
+    args.largest[i] = tree_ptx.warp_max_u32(args.words[i])
+    args.smallest[i] = tree_ptx.warp_min_u32(args.words[i])
+
+
+def reductions_arrays(rng):
+    """Words on both sides of 2^31: they are compared without a sign."""
+    words = rng.integers(0, 1 << 32, 64, np.uint32)
+    return {"words": words, "largest": np.zeros(64, np.uint32), "smallest": np.zeros(64, np.uint32)}
+
+
+def check_reductions(before, after):
+    warps = before["words"].reshape(2, 32)
+    np.testing.assert_array_equal(after["largest"].reshape(2, 32), np.repeat(warps.max(1)[:, None], 32, 1))
+    np.testing.assert_array_equal(after["smallest"].reshape(2, 32), np.repeat(warps.min(1)[:, None], 32, 1))
+
+
 def elect(args):
     args.out[cuda.threadIdx.x] = 1 if ptx.elect_one() else 0
     args.again[cuda.threadIdx.x] = 1 if ptx.elect_one() else 0
@@ -1002,6 +1022,14 @@ CASES = [
         opaque_arrays,
         check_opaque,
         {"mov.b32": 2, "mov.b64": 2, "%tid.x": 1},
+        threads=64,
+    ),
+    Case(
+        "warp reductions",
+        reductions,
+        reductions_arrays,
+        check_reductions,
+        {"redux.sync.max.u32": 1, "redux.sync.min.u32": 1},
         threads=64,
     ),
     Case("elect", elect, elect_arrays, check_elect, {"elect.sync _|chosen, 0xffffffff": 2}, min_cc=(9, 0), threads=64),

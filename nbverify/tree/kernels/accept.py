@@ -40,30 +40,40 @@ BAD_LOGITS = int(AcceptFlag.BAD_LOGITS)
 
 
 def make_open_tree(max_nodes, threads):
-    """``open_tree(args, b, parents)`` -> (flag, number of nodes, first row): checked, and parents in shared memory.
+    """Two parts of the start, between which a caller may request what it needs of memory; the whole block calls both.
 
-    The whole block calls it, and it ends in a barrier.  With a flag there are no nodes.
+    ``load_tree(args, b, parents, tokens)`` -> (flag, number of nodes, first row): both to shared memory, requested
+    before the number of nodes is known, so that one trip to memory is enough.  What lies past it is not looked at.
+
+    ``check_tree(flag, count, parents)`` -> (flag, number of nodes): begins with a barrier, which publishes what was
+    written to shared memory before.  With a flag there are no nodes.
     """
     rounds, two_rounds = (max_nodes - 1).bit_length(), 2 * max_nodes
 
     @cuda.jit(device=True)
-    def open_tree(args, b, parents):
-        jumps = cuda.shared.array(two_rounds, int32)  # of a round, and of the next
-        thread = int32(cuda.threadIdx.x)
+    def load_tree(args, b, parents, tokens):
         n = int64(args.num_nodes[b])
         first_row = load_index(args.qo_indptr, args.qo_indptr_words, b)
+        j = int32(cuda.threadIdx.x)
+        while j < max_nodes:
+            at = int64(b) * max_nodes + j
+            parents[j], tokens[j] = args.parents[at], args.node_tokens[at]
+            j = int32(j + threads)
         flag = int32(OK)
         if n < 0 or n > max_nodes:
             flag = int32(NUM_NODES)
         elif n > 0 and (first_row < 0 or first_row > args.num_rows - n):
             flag = int32(ROWS)
-        count = int32(n) if flag == OK else int32(0)
+        return flag, int32(n) if flag == OK else int32(0), first_row
 
+    @cuda.jit(device=True)
+    def check_tree(flag, count, parents):
+        jumps = cuda.shared.array(two_rounds, int32)  # of a round, and of the next
+        thread = int32(cuda.threadIdx.x)
         bad_root, bad_parent, unordered, lost = int32(0), int32(0), int32(0), int32(0)
         j = thread
         while j < count:
-            parent = args.parents[int64(b) * max_nodes + j]
-            parents[j] = parent
+            parent = parents[j]  # written by this thread
             if j == 0:
                 jumps[j] = int32(0)
                 if parent != NO_NODE:
@@ -100,9 +110,9 @@ def make_open_tree(max_nodes, threads):
                 flag = int32(CYCLE)
         if flag != OK:
             count = int32(0)
-        return flag, count, first_row
+        return flag, count
 
-    return open_tree
+    return load_tree, check_tree
 
 
 def make_write_path(max_depth, threads):
@@ -139,7 +149,8 @@ def store_predict(args, row, token):
 
 def make_body(*, max_nodes, max_depth, threads, splits):
     """``accept_greedy(args)``; ``splits`` is 0 if the target's tokens are given."""
-    open_tree, write_path = make_open_tree(max_nodes, threads), make_write_path(max_depth, threads)
+    load_tree, check_tree = make_open_tree(max_nodes, threads)
+    write_path = make_write_path(max_depth, threads)
     width = max_depth + 1
 
     @cuda.jit(device=True)
@@ -154,6 +165,7 @@ def make_body(*, max_nodes, max_depth, threads, splits):
 
     def accept_greedy(args):
         parents = cuda.shared.array(max_nodes, int32)
+        tokens = cuda.shared.array(max_nodes, int64)
         targets = cuda.shared.array(max_nodes, int64)
         is_bad = cuda.shared.array(max_nodes, int32)
         chosen = cuda.shared.array(max_nodes, int32)  # the child to go to; max_nodes: none
@@ -161,7 +173,7 @@ def make_body(*, max_nodes, max_depth, threads, splits):
         path_length = cuda.shared.array(1, int32)
         b, thread = int32(cuda.blockIdx.x), int32(cuda.threadIdx.x)
 
-        flag, count, first_row = open_tree(args, b, parents)
+        flag, count, first_row = load_tree(args, b, parents, tokens)
         j = thread
         while j < count:
             token, bad = target_of(args, first_row + j)
@@ -169,11 +181,11 @@ def make_body(*, max_nodes, max_depth, threads, splits):
             is_bad[j] = int32(1) if bad else int32(0)
             chosen[j] = int32(max_nodes)
             j = int32(j + threads)
-        cuda.syncthreads()  # publishes the targets, and that nobody is chosen yet
+        flag, count = check_tree(flag, count, parents)  # also publishes the targets, and that nobody is chosen yet
         j = thread
         while j < count:
             if j > 0:
-                if args.node_tokens[int64(b) * max_nodes + j] == targets[parents[j]]:
+                if tokens[j] == targets[parents[j]]:
                     cuda.atomic.min(chosen, parents[j], j)
             j = int32(j + threads)
         cuda.syncthreads()  # publishes who is chosen

@@ -33,16 +33,19 @@ SAMPLING = int(AcceptFlag.SAMPLING)
 
 def make_body(*, max_nodes, max_depth, threads, logits_dtype):
     """``accept_sampled(args)``."""
-    open_tree, write_path = make_open_tree(max_nodes, threads), make_write_path(max_depth, threads)
+    load_tree, check_tree = make_open_tree(max_nodes, threads)
+    write_path = make_write_path(max_depth, threads)
     draw, width = make_draw(logits_dtype, threads), max_depth + 1
 
     def accept_sampled(args):
         parents = cuda.shared.array(max_nodes, int32)
+        tokens = cuda.shared.array(max_nodes, int64)
         path = cuda.shared.array(width, int32)
         child = cuda.shared.array(1, int32)
         b, thread = int32(cuda.blockIdx.x), int32(cuda.threadIdx.x)
 
-        flag, count, first_row = open_tree(args, b, parents)
+        flag, count, first_row = load_tree(args, b, parents, tokens)
+        flag, count = check_tree(flag, count, parents)
         temperature, top_p = args.temperatures[b], args.top_ps[b]
         if count > 0 and not is_valid(temperature, top_p):
             flag, count = int32(SAMPLING), int32(0)
@@ -67,7 +70,7 @@ def make_body(*, max_nodes, max_depth, threads, logits_dtype):
             j = thread
             while j < count:
                 if j > 0 and parents[j] == node:
-                    if args.node_tokens[int64(b) * max_nodes + j] == bonus:
+                    if tokens[j] == bonus:
                         cuda.atomic.min(child, 0, j)
                 j = int32(j + threads)
             cuda.syncthreads()  # publishes the child

@@ -21,17 +21,15 @@ Frontier    The candidates are the next untaken child of every taken node, at mo
 
                 larger score, then smaller tie = position << 18 | rank << 11 | parent
 
-            by five exchanges of the score.  Mostly one lane holds that score and hands its tie on; of several, five
-            exchanges more find the smallest tie.  Then the lane of slot p looks through its slots again, N / 32 at
-            most, and the lane of the new slot compares it with its best.
+            by one reduction of the score, as a whole number that orders alike.  Mostly one lane holds that score and
+            hands its tie on; of several, one more reduction finds the smallest tie.  Then the lane of slot p looks
+            through its slots again, N / 32 at most, and the lane of the new slot compares it with its best.
 Table       Log-probabilities lie in shared memory as [D + 1, K + 1] with a border of -inf: the sibling after the last
             rank, and the child below the last position, are found there like any other and never taken.
-Time        N - 1 rounds, each of 5 or 10 exchanges and N / 32 slots, whatever the values.  Each round waits for the one
-            before, so the time is that of a round times the budget.  Estimates from usual latencies, not measured:
-            400 cycles a round for 64 nodes (exchanges and vote 215, decoding and table 50, slots 135), 15 us in all.
+Time        N - 1 rounds, each of one or two reductions and N / 32 slots, whatever the values.  Each round waits for the
+            one before, so the time is that of a round times the budget: TIME.
             A binary heap of one thread would make two sifts of 6 levels a round, each level a trip to shared memory and
-            a comparison: some 600 cycles.  With 1024 nodes a lane looks through up to 32 slots, four at a time, and a
-            round has about 1100 cycles: 0.6 ms in all.
+            a comparison.
 Numerics    Scores are float32, one rounded sum for each edge.  No score is -0 (the root's is +0), none is NaN (a sum
             that is not above -inf becomes -inf), so comparisons are those of the definition.
 """
@@ -43,7 +41,8 @@ from numba.cuda import libdevice
 
 from nbverify.kernels.geometry import FULL_WARP, WARP
 from nbverify.kernels.indices import load_index
-from nbverify.kernels.softmax import NEG_INF, ZERO, warp_max
+from nbverify.kernels.softmax import NEG_INF, ZERO
+from nbverify.tree.kernels import ptx as tree_ptx
 
 RANK_SHIFT = 11  # parents up to 1024 below it
 POSITION_SHIFT = 18  # ranks up to 64: one more than exists
@@ -51,6 +50,7 @@ PARENT_MASK = (1 << RANK_SHIFT) - 1
 RANK_MASK = (1 << (POSITION_SHIFT - RANK_SHIFT)) - 1
 LANE_MASK = WARP - 1
 LAST_TIE = int32(0x7FFFFFFF)
+SIGN = -(2**31)
 POS_INF = float32(math.inf)
 NO_PARENT = int32(-1)
 
@@ -70,16 +70,29 @@ def better(score, tie, other_score, other_tie):
 
 
 @cuda.jit(device=True, forceinline=True)
+def order_of(score):
+    """A u32 that orders as the scores do: of negative ones all bits turn round, of others the sign."""
+    bits = libdevice.float_as_int(score)
+    return uint32(bits ^ (bits >> 31 | int32(SIGN)))
+
+
+@cuda.jit(device=True, forceinline=True)
+def score_of(order):
+    """The score that :func:`order_of` made this of."""
+    bits = int32(order)
+    return libdevice.int_as_float(int32(bits ^ (~(bits >> 31) | int32(SIGN))))
+
+
+@cuda.jit(device=True, forceinline=True)
 def best_of_warp(score, tie):
     """The first candidate of all lanes, in every lane; its tie is of no use if no lane has one (-inf)."""
-    top = warp_max(score)
-    holders = uint32(cuda.ballot_sync(uint32(FULL_WARP), score == top))
+    order = order_of(score)
+    top = tree_ptx.warp_max_u32(order)
+    holders = uint32(cuda.ballot_sync(uint32(FULL_WARP), order == top))
     if holders & uint32(holders - uint32(1)) == uint32(0):
-        return top, cuda.shfl_sync(uint32(FULL_WARP), tie, int32(cuda.ffs(holders) - 1))
-    first = tie if score == top else LAST_TIE
-    for step in range(5):
-        first = min(first, cuda.shfl_xor_sync(uint32(FULL_WARP), first, 1 << step))
-    return top, first
+        return score_of(top), cuda.shfl_sync(uint32(FULL_WARP), tie, int32(cuda.ffs(holders) - 1))
+    first = tie if order == top else LAST_TIE
+    return score_of(top), int32(tree_ptx.warp_min_u32(uint32(first)))
 
 
 def make_body(depth, top_k, max_nodes, threads, bad_budget, bad_logprob, bad_order):

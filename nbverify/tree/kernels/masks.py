@@ -192,9 +192,14 @@ def make_body(*, mask, padded, fill_prefix, threads, faults):
         max_nodes, blocks_per_request = int32(args.max_nodes), int32(args.blocks_per_request)
         request = int32(cuda.blockIdx.x) // blocks_per_request
         block = int32(cuda.blockIdx.x) % blocks_per_request
+        # Requested before the number of nodes is known: one trip to memory instead of two.
+        first_of_request = int64(request) * max_nodes
+        node = thread
+        while node < max_nodes:
+            parents[node] = args.parents[first_of_request + node]
+            node = int32(node + threads)
         nodes_of_request, rows, prefix_len, fault = measure(args, request)
         nodes = int32(nodes_of_request)
-        first_of_request = int64(request) * max_nodes
         if thread == 0:
             worst[0] = 0
         if thread >= threads - WARP:  # the warp with the fewest nodes: its loads go out beside those of the others
@@ -204,9 +209,8 @@ def make_body(*, mask, padded, fill_prefix, threads, faults):
         goes_on = int32(0)
         node = thread
         while node < nodes:
-            parent = args.parents[first_of_request + node]
+            parent = parents[node]  # written by this thread
             fault = max(fault, fault_of(node, parent, nodes, max_nodes))
-            parents[node] = parent
             jump = int32(ENDED)
             if node > 0 and parent >= 0 and parent < nodes:
                 jump = int32((1 << STEPS_SHIFT) | parent)
