@@ -110,7 +110,8 @@ class DraftTrees:
     Parameters
     ----------
     max_requests, depth, top_k, budget
-        Requests of a batch, positions of the drafter (up to 32), candidates of each (up to 64), drafted nodes.
+        Requests of a batch, positions of the drafter (up to 32), candidates of each (up to 64), drafted nodes (up to
+        1024).
     max_prefix
         Committed tokens of a request at most.
     mask

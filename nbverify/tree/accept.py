@@ -47,10 +47,10 @@ from nbverify.tree.kernels.accept_rules import (
     WEIGHT_BITS,
     AcceptFlag,
 )
+from nbverify.tree.trees import MAX_NODES
 
 __all__ = ["AcceptFlag", "AcceptPlan", "Accepted", "accept_greedy", "accept_sampled", "draw_token"]
 
-MAX_NODES = 1024
 MAX_REQUESTS = 8192  # whose sums of rows are in a block's shared memory
 LOGITS_DTYPES = {  # what a buffer of that type may be labelled as
     "float32": ("float32",),
@@ -382,7 +382,7 @@ class AcceptPlan:
     Parameters
     ----------
     max_requests, max_nodes, max_depth
-        Capacities: B at most, N exactly (1 to 1024), D.
+        Capacities: B at most, N exactly (1 to 1025), D (0 to 1024).
     vocab_size
         V, if logits are to be bound; up to 2^22.
     sampled

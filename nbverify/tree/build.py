@@ -44,12 +44,11 @@ from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError
 from nbverify.stages import Runner, Stage, array, check_array, index_array, open_runner
 from nbverify.tree.binding import BoundStage
-from nbverify.tree.trees import NO_PARENT, Tree, TreeBatch, check_parents
+from nbverify.tree.trees import MAX_NODES, NO_PARENT, Tree, TreeBatch, check_parents
 
 MAX_REQUESTS = 65_535
 MAX_DEPTH = 32
 MAX_TOP_K = 64
-MAX_NODES = 1025  # a root and a budget of 1024
 THREADS = 128
 
 Path = tuple[int, ...]  # tokens below the root

@@ -35,9 +35,9 @@ from nbverify.stages import EmulatorRunner, Runner, Stage, array, check_array, i
 from nbverify.tree.binding import BoundStage, check_capacity, refuse_overlaps
 from nbverify.tree.kernels.records import COMPACT_THREADS, RECORD_FIELDS, CompactFlag
 from nbverify.tree.planes import Placement, Plane, place, refuse_shared_bytes
+from nbverify.tree.trees import MAX_NODES
 
 CONVENTIONS = ("move", "keep")
-MAX_NODES = 1024
 MAX_DEPTH = 32  # a path of 33 rows in registers, 132 of them
 INDEX = ("int32", "int64")
 WORD_BYTES = 4
@@ -226,7 +226,7 @@ class CompactPlan:
     max_requests
         B: rows of the static buffers.
     max_nodes
-        Nodes of the largest tree, root included, up to 1024.
+        Nodes of the largest tree, root included, up to 1025.
     max_depth
         D, up to 32: a path has at most D + 1 nodes.  The kernel is compiled for it.
     convention

@@ -31,10 +31,11 @@ from nbverify.kernels.geometry import WARP
 from nbverify.spec import INT32_MAX, Mask
 from nbverify.stages import GpuRunner, Runner, Stage, array, check_array, index_array, open_runner, scalar
 from nbverify.tree.binding import BoundStage, refuse_overlaps
+from nbverify.tree.trees import MAX_NODES
 
-MAX_NODES = 1024  # 32 lanes of a warp, with 32 columns of a mask row each
 THREADS = 128
 SHARED_BYTES_PER_NODE = 12  # the parent, and two copies of the jump
+COLUMNS_PER_WALK = WARP * reference.WORD_BITS  # of a mask row: a lane holds a word of them
 ROWS_PER_WARP = 2
 MAX_BLOCKS_PER_REQUEST = 32  # each looks at the whole tree: for a large one, longer turns are better than more blocks
 INDEX_DTYPES = ("int32", "int64")
@@ -340,7 +341,7 @@ class MaskPlan:
     max_requests
         Requests of a batch at most.
     max_nodes
-        N: nodes of a request at most, the root included; up to 1024.  The width of ``parents``.
+        N: nodes of a request at most, the root included; up to 1025.  The width of ``parents``.
     max_kv_len
         Bound of prefix + rows of a request, as in ``VerifySpec``.
     mask
@@ -513,6 +514,7 @@ def mask_stage(mask: Mask, *, padded: bool, fill_prefix: bool, max_nodes: int) -
             "mask": mask,
             "padded": padded,
             "fill_prefix": fill_prefix,
+            "walks": -(-max_nodes // COLUMNS_PER_WALK),
             "threads": THREADS,
             "faults": tuple(TreeFault),
         },

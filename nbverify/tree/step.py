@@ -50,7 +50,7 @@ class VerifyStep:
     Parameters
     ----------
     max_requests, depth, top_k, max_nodes
-        B requests; drafts of D positions with K candidates; trees of up to N nodes, root included (up to 1024).
+        B requests; drafts of D positions with K candidates; trees of up to N nodes, root included (up to 1025).
     max_kv_len
         Keys of a request at most, its nodes included.
     req_to_token

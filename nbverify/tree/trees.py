@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from nbverify.errors import ArgumentError
 
 NO_PARENT = -1
+MAX_NODES = 1025  # of a tree on the device: a root, and a budget of 1024
 
 
 @dataclass(frozen=True, eq=False)

@@ -281,7 +281,7 @@ def test_wrong_arguments_are_named():
         accept_greedy(np.array([-1]), *tree[1:], np.zeros(1, int), max_depth=1)
     sizes = {"max_requests": 2, "max_nodes": 4, "max_depth": 2, "device": "emulator"}
     for changes, message in (
-        ({"max_nodes": 1025}, "max_nodes: expected an integer from 1 to 1024, got 1025"),
+        ({"max_nodes": 1026}, "max_nodes: expected an integer from 1 to 1025, got 1026"),
         ({"max_requests": 0}, "max_requests: expected"),
         ({"max_depth": -1}, "max_depth: expected"),
         ({"sampled": True}, "vocab_size: expected a number"),

@@ -222,7 +222,7 @@ def test_keep_has_a_table_and_no_planes():
     "name, value, expected",
     [
         ("max_requests", 0, "an int, 1 to"),
-        ("max_nodes", 1025, "an int, 1 to 1024"),
+        ("max_nodes", 1026, "an int, 1 to 1025"),
         ("max_depth", 33, "an int, 1 to 32"),
         ("max_depth", 2.0, "an int, 1 to 32"),
         ("convention", "copy", "'move' or 'keep'"),

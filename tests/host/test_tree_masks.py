@@ -197,7 +197,7 @@ PLAN = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 64, "mask": "tree", "de
         ({"max_requests": 0}, r"max_requests: expected 1 <= max_requests <= 2147483647, got 0"),
         ({"max_requests": 2.0}, r"max_requests: expected an int, got 2.0"),
         ({"max_requests": 2**29}, r"max_requests: expected 1 <= max_requests \* max_nodes <= 2147483647, got \d+"),
-        ({"max_nodes": 1025}, r"max_nodes: expected 1 <= max_nodes <= 1024, got 1025"),
+        ({"max_nodes": 1026}, r"max_nodes: expected 1 <= max_nodes <= 1025, got 1026"),
         ({"max_kv_len": 7}, r"max_kv_len: expected 8 <= max_kv_len <= 2147483647, got 7"),
         ({"mask": "dense"}, r"mask: expected one of \['full', 'tree', 'packed', 'causal', 'none'\], got 'dense'"),
         ({"padded": 1}, r"padded: expected a bool, got 1"),

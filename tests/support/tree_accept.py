@@ -8,6 +8,7 @@ from nbverify.arrays import stream_handle
 from nbverify.errors import ArgumentError
 from nbverify.stages import open_runner
 from nbverify.tree.accept import AcceptFlag, AcceptPlan, accept_greedy, accept_sampled, draw_token, kept_weights
+from nbverify.tree.trees import MAX_NODES
 from support import draw_probe
 
 B19 = {
@@ -160,7 +161,7 @@ def test_random_trees(dev, padded, index_dtype):
         assert want.accept_lens.max() > 4
 
 
-@pytest.mark.parametrize("max_nodes", [1, 33, 300, 1024])
+@pytest.mark.parametrize("max_nodes", [1, 33, 300, MAX_NODES])
 def test_sizes_of_trees(dev, max_nodes):
     """One node; more than a warp; more than a thread each."""
     plan = plan_for(dev, max_requests=3, max_nodes=max_nodes, max_depth=32)
@@ -179,13 +180,14 @@ def test_a_chain_is_a_tree_and_ends_at_max_depth(dev):
     assert want.accept_lens.tolist() == [5, 2, 5]
 
 
-def test_a_chain_listed_backwards_is_no_circle(dev):
-    """34 nodes: as many rounds of jumps as there are, no fewer."""
-    plan = plan_for(dev, max_requests=1, max_nodes=34, max_depth=33)
-    batch = Batch(np.random.default_rng(6), [34], 34)
-    batch.parents[0] = [-1, *range(2, 34), 0]
+@pytest.mark.parametrize("n", [34, MAX_NODES])
+def test_a_chain_listed_backwards_is_no_circle(dev, n):
+    """34 nodes need every round of jumps; and the longest path there is."""
+    plan = plan_for(dev, max_requests=1, max_nodes=n, max_depth=n - 1)
+    batch = Batch(np.random.default_rng(6), [n], n)
+    batch.parents[0] = [-1, *range(2, n), 0]
     batch.node_tokens[:], batch.target_tokens[:] = 1, 1
-    assert check_greedy(dev, batch, plan).accept_lens.tolist() == [34]
+    assert check_greedy(dev, batch, plan).accept_lens.tolist() == [n]
 
 
 def test_static_buffers_serve_changing_batches(dev):
@@ -349,6 +351,21 @@ def test_draws_are_those_of_the_definition(dev, dtype, vocab):
         want = check_sampled(dev, batch, plan, batch.logits(rng, vocab, dtype), batch.sampling(rng))
         accepted += int(want.accept_lens.sum() - (want.accept_lens > 0).sum())
     assert accepted > 4
+
+
+def test_draws_in_the_largest_tree(dev):
+    """The node with the highest number is on the path; the rows of nodes beside it, which are not read, are NaN."""
+    vocab, rng = 3, np.random.default_rng(18)
+    plan = plan_for(dev, max_requests=1, max_nodes=MAX_NODES, max_depth=4, vocab_size=vocab, sampled=True)
+    batch = Batch(rng, [MAX_NODES], MAX_NODES)
+    last, tokens = MAX_NODES - 1, rng.integers(0, vocab, 3)
+    batch.parents[0] = 1
+    batch.parents[0, [0, 1, last, 7]] = -1, 0, 0, last
+    batch.node_tokens[0, [last, 7]], batch.node_tokens[0, 1] = tokens[:2], tokens[0] + 1
+    logits = np.full((MAX_NODES, vocab), np.nan, np.float32)
+    logits[[0, last, 7], tokens] = 1
+    want = check_sampled(dev, batch, plan, logits, batch.sampling(rng, temperatures=0.5))
+    assert want.accept_nodes[0].tolist() == [0, last, 7, -1, -1]
 
 
 EXACT = [

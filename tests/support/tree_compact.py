@@ -10,6 +10,7 @@ from nbverify.tree.compact import CompactPlan, compact
 from nbverify.tree.indices import IndicesPlan
 from nbverify.tree.kernels.records import CompactFlag
 from nbverify.tree.planes import Plane
+from nbverify.tree.trees import MAX_NODES
 from support.devices import CANARY, CANARY_BYTES
 from support.pool_model import PoolModel
 
@@ -243,6 +244,21 @@ def test_the_slots_of_a_kept_path(dev):
     device = OnDevice(dev, Pool({}), random_steps(rng, **sizes), convention="keep", max_nodes=150)
     for _ in range(30 if dev.is_gpu else 2):
         device.step(random_steps(rng, **sizes))
+
+
+@pytest.mark.parametrize("convention", ["move", "keep"])
+def test_the_largest_tree(dev, convention):
+    rng = np.random.default_rng(1806)
+    sizes = {"requests": 1, "max_nodes": MAX_NODES, "max_depth": 4, "num_slots": MAX_NODES + 7}
+    pool = Pool({"word": rng.integers(0, 1 << 32, (MAX_NODES + 7, 1), dtype=np.uint32)}, [("word", whole, "token")])
+    arrays = random_steps(rng, **sizes) | {
+        "num_nodes": np.array([MAX_NODES], np.int32),
+        "qo_indptr": np.array([0, MAX_NODES]),
+        "accept_lens": np.array([3], np.int32),
+        "accept_nodes": np.array([[0, MAX_NODES - 1, 9, -1, -1]], np.int32),
+    }
+    wanted = OnDevice(dev, pool, arrays, convention=convention, max_nodes=MAX_NODES).step(arrays)
+    assert wanted.flags.tolist() == [0] and wanted.freed_counts.tolist() == [MAX_NODES - 3]
 
 
 @pytest.mark.parametrize("convention", ["move", "keep"])

@@ -5,12 +5,14 @@ what must not be written is compared as well.
 """
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 
 import nbverify as nv
 from nbverify.tree.masks import MaskPlan, TreeFault, ancestor_matrix, mask_elements, tree_buffers, write_tree_buffers
+from nbverify.tree.trees import MAX_NODES
 from support.basic import BASE
 from support.batches import assert_close, mask_buffers, random_batch, random_parents
 from support.devices import BoundBatch, Guarded
@@ -168,17 +170,33 @@ def test_more_nodes_than_threads(dev):
     assert step.check(rng, parents, num_nodes, np.array([3]))["flags"].tolist() == [TreeFault.SECOND_ROOT]
 
 
+def largest_tree(rng: np.random.Generator) -> list[int]:
+    """Three levels, so quick to emulate; about half of the rows have a bit in the last of their 33 words."""
+    return [-1, *(MAX_NODES - 1) * rng.integers(0, 2, MAX_NODES - 2), 0]
+
+
+def test_the_largest_tree(dev):
+    """A row has one word more than a warp has lanes."""
+    rng = np.random.default_rng(13)
+    step = Step(dev, 1, MAX_NODES, max_kv_len=MAX_NODES, without=RETRIEVE, **LAYOUTS["packed"])
+    got = step.check(rng, np.array([largest_tree(rng)], np.int32), np.array([MAX_NODES], np.int32), np.array([0]))
+    assert got["flags"].tolist() == [0] and 400 < (got["custom_mask"].reshape(MAX_NODES, 33)[:, 32] == 1).sum() < 625
+
+
 @pytest.mark.slow
-def test_1024_nodes(dev):
+def test_large_trees(dev):
+    """In all layouts on a GPU; in the emulator, where a launch takes 15 seconds, in one of words and one of bytes."""
     rng = np.random.default_rng(0)
-    trees, layouts = [shuffled_parents(rng, 1024)], ["packed"]
-    if dev.is_gpu:  # minutes in the emulator
-        trees += [random_parents(rng, 1024), [-1, *range(2, 1024), 0]]  # the last is a chain, children first
-        layouts = list(WITH_MASK)
-    for layout in layouts:
-        step = Step(dev, 1, 1024, max_kv_len=1044, **LAYOUTS[layout])
+    sizes, layouts = [MAX_NODES], ["packed", "full-prefix"]
+    if dev.is_gpu:
+        sizes, layouts = [MAX_NODES - 1, MAX_NODES], list(WITH_MASK)
+    for max_nodes, layout in product(sizes, layouts):
+        trees = [shuffled_parents(rng, max_nodes)]
+        if dev.is_gpu:
+            trees += [random_parents(rng, max_nodes), [-1, *range(2, max_nodes), 0]]  # a chain, children first
+        step = Step(dev, 1, max_nodes, max_kv_len=max_nodes + 20, **LAYOUTS[layout])
         for parents in trees:
-            got = step.check(rng, np.array([parents], np.int32), np.array([1024], np.int32), np.array([20]))
+            got = step.check(rng, np.array([parents], np.int32), np.array([max_nodes], np.int32), np.array([20]))
             assert got["flags"].tolist() == [0]
 
 

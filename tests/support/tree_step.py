@@ -12,9 +12,11 @@ import pytest
 
 import nbverify as nv
 from nbverify.errors import ArgumentError
-from nbverify.tree.build import build_trees
+from nbverify.tree.build import build_tree, build_trees
+from nbverify.tree.masks import tree_buffers
 from nbverify.tree.planes import Plane
 from nbverify.tree.step import VerifyStep
+from nbverify.tree.trees import MAX_NODES
 
 REQUESTS, DEPTH, TOP_K, NODES, MAX_LEN, SLOTS, WIDTH, VOCAB = 3, 3, 3, 7, 48, 160, 16, 31
 SPEC = nv.VerifySpec.gqa(
@@ -231,6 +233,35 @@ def test_a_graph_and_separate_launches_give_the_same(dev):
         one.one_step(lambda: one.step.launch(one.model))
         other.one_step(other.step.replay)
         assert one.sequences == other.sequences and one.slots == other.slots
+
+
+@pytest.mark.slow
+def test_a_step_with_the_largest_tree(dev):
+    """Its last node is accepted.  A quarter of a minute in the emulator."""
+    n, first_slot = MAX_NODES, 100
+    tokens, logprobs = np.arange(64).reshape(2, 32), np.full((2, 32), -4, np.float32)
+    tree = build_tree(tokens, logprobs, 0, n - 1)
+    table = dev.upload(np.zeros((1, n), np.int32))
+    pool = dev.upload(np.arange(first_slot + n, dtype=np.float32)[:, None])
+    step = VerifyStep(
+        max_requests=1, depth=2, top_k=32, max_nodes=n, max_kv_len=n, req_to_token=table, planes=[Plane(pool)],
+        mask=nv.Mask.PACKED, device=dev.device,
+    )  # fmt: skip
+    step.tokens.set(tokens[None])
+    step.logprobs.set(logprobs[None])
+    step.budgets.set([n - 1])
+    step.out_cache_loc.set(first_slot + np.arange(n))
+    path, targets = tree.path(n - 1), np.full(n, -1)
+    targets[path[:-1]] = tree.node_tokens[path[1:]]
+    step.target_tokens.set(targets)
+    step.launch(lambda stream: None)
+    assert step.problems() == [] and step.num_nodes.get().tolist() == [n]
+    mask = tree_buffers(tree.parents[None], [n], [0], mask="packed").custom_mask
+    np.testing.assert_array_equal(step.custom_mask.get(), mask)
+    assert step.accept_nodes.get().tolist() == [path] and path[-1] == n - 1
+    assert dev.download(pool)[first_slot:][:3, 0].tolist() == [first_slot + node for node in path]
+    assert dev.download(table)[0, :3].tolist() == [first_slot, first_slot + 1, first_slot + 2]
+    assert step.prefix_lens.get().tolist() == [3] and step.freed_counts.get().tolist() == [n - 3]
 
 
 def test_what_is_wrong_with_one_request_is_said_and_the_others_go_on(dev):

@@ -35,8 +35,9 @@ Launch      grid = B * blocks_per_request blocks of ``threads`` threads, 12 N by
 Depths      by pointer jumping in shared memory.  A word holds a node's ancestor and the number of steps up to it; a
             round appends the word of that ancestor.  After k rounds a word spans 2^k steps, so a word that has not
             ended when 2^k >= n is on a cycle or below one.  Two copies, so that no thread reads what another writes.
-Rows        N <= 1024: a lane holds the 32 columns of one word of the row.  The warp walks up from its node, all lanes
-            in step, and each keeps the ancestors that fall into its word.  This comes after the check, so it ends.
+Rows        a lane holds the 32 columns of one word of the row.  The warp walks up from its node, all lanes in step, and
+            each keeps the ancestors that fall into its word.  This comes after the check, so it ends.  A walk is good
+            for 1024 columns; a wider row takes ``walks`` of them, one after the other.
 Traffic     what is written, once; parents and lengths once for every block of a request, from L2.
 """
 
@@ -51,6 +52,7 @@ STEPS_SHIFT = 16
 ANCESTOR = 0xFFFF
 ENDED = ANCESTOR  # in place of an ancestor: the steps went past the root
 NO_PARENT = -2  # that of a column without a node: nobody's
+WORDS_PER_WALK = WARP  # of a mask row: one a lane
 
 
 @cuda.jit(device=True)
@@ -96,38 +98,54 @@ def make_elements(mask):
     return elements
 
 
-def make_write_mask_row(*, mask, fill_prefix):
-    """``write_mask_row(args, start, row, rows, prefix_len, bits, is_node)``: ``bits`` is the lane's word of columns."""
+@cuda.jit(device=True)
+def seen_from(parents, row, word):
+    """Bits of the columns of one word of a row, as int32, which is what shuffles take: the node and its ancestors."""
+    bits = int32(0)
+    ancestor = row
+    while ancestor >= 0:
+        if ancestor >> 5 == word:
+            bits = int32(bits | int32(1 << (ancestor & 31)))
+        ancestor = parents[ancestor]
+    return bits
+
+
+def make_write_mask_words(*, mask, fill_prefix):
+    """``write_mask_words(args, start, row, rows, prefix_len, first_word, bits, is_node)``: those of one walk.
+
+    ``bits`` is the lane's word: number ``first_word`` + lane of the row.
+    """
     is_full, is_packed = mask is Mask.FULL, mask is Mask.PACKED
 
     @cuda.jit(device=True)
-    def write_mask_row(args, start, row, rows, prefix_len, bits, is_node):
+    def write_mask_words(args, start, row, rows, prefix_len, first_word, bits, is_node):
         lane = int32(cuda.laneid)
         size = int64(args.custom_mask.size)
         if is_packed:
             words_per_row = (rows + 31) >> 5
-            at = int64(start + row * words_per_row + lane)
-            if lane < words_per_row and at < size:
+            word = int32(first_word + lane)
+            at = int64(start + row * words_per_row + word)
+            if word < words_per_row and at < size:
                 args.custom_mask[at] = uint32(bits)
         else:
             first = int64(start + row * rows)
             if is_full:
                 first = int64(start + row * (prefix_len + rows))
-                if fill_prefix:
+                if fill_prefix and first_word == 0:
                     column = int64(lane)
                     while column < prefix_len and first + column < size:
                         args.custom_mask[first + column] = uint8(is_node)
                         column += WARP
                 first += prefix_len
-            word = int32(0)
-            while word << 5 < rows:
-                bits_of_word = cuda.shfl_sync(uint32(FULL_WARP), bits, word)
+            word, end = int32(first_word), min(rows, int64((first_word + WORDS_PER_WALK) << 5))
+            while word << 5 < end:
+                bits_of_word = cuda.shfl_sync(uint32(FULL_WARP), bits, int32(word - first_word))
                 column = int64((word << 5) + lane)
                 if column < rows and first + column < size:
                     args.custom_mask[first + column] = uint8((bits_of_word >> lane) & 1)
                 word = int32(word + 1)
 
-    return write_mask_row
+    return write_mask_words
 
 
 @cuda.jit(device=True)
@@ -152,14 +170,14 @@ def first_child_and_next_sibling(parents, nodes, node):
     return child, sibling
 
 
-def make_body(*, mask, padded, fill_prefix, threads, faults):
+def make_body(*, mask, padded, fill_prefix, walks, threads, faults):
     """``masks(args)``.  ``faults`` are the TreeFault codes in ascending order."""
     cycle, orphan, parent_range, second_root, root, capacity, bad_prefix_len, bad_num_nodes = (int(f) for f in faults)
     has_mask = mask.reads_buffer
     warps = threads // WARP
     measure = make_measure(padded=padded, bad_num_nodes=bad_num_nodes, bad_prefix_len=bad_prefix_len)
     elements = make_elements(mask)
-    write_mask_row = make_write_mask_row(mask=mask, fill_prefix=fill_prefix)
+    write_mask_words = make_write_mask_words(mask=mask, fill_prefix=fill_prefix)
 
     @cuda.jit(device=True)
     def fault_of(node, parent, nodes, max_nodes):
@@ -269,14 +287,9 @@ def make_body(*, mask, padded, fill_prefix, threads, faults):
         row = int32(block * warps + thread // WARP)
         while row < max_nodes:
             is_node = flag == 0 and row < nodes
-            depth, bits, child, sibling = int32(0), int32(0), int32(-1), int32(-1)
+            depth, child, sibling = int32(0), int32(-1), int32(-1)
             if is_node:
                 depth = int32(parents[old + row] >> STEPS_SHIFT)
-                ancestor = row
-                while ancestor >= 0:
-                    if ancestor >> 5 == lane:
-                        bits = int32(bits | int32(1 << (ancestor & 31)))  # signed, as shuffles want it
-                    ancestor = parents[ancestor]
                 if args.retrieve_next_token.size > 0 or args.retrieve_next_sibling.size > 0:
                     child, sibling = first_child_and_next_sibling(parents, nodes, row)
             if lane == 0:
@@ -292,7 +305,10 @@ def make_body(*, mask, padded, fill_prefix, threads, faults):
                     args.retrieve_next_sibling[at] = sibling
             if has_mask:
                 if row < rows:
-                    write_mask_row(args, mask_start, row, rows, prefix_len, bits, is_node)
+                    for walk in range(walks):  # one up to 1024 nodes: then there is no loop in the code
+                        first_word = int32(walk * WORDS_PER_WALK)
+                        bits = seen_from(parents, row, int32(first_word + lane)) if is_node else int32(0)
+                        write_mask_words(args, mask_start, row, rows, prefix_len, first_word, bits, is_node)
             row = int32(row + blocks_per_request * warps)
 
     return masks
