@@ -25,7 +25,7 @@ from nbverify.arrays import ArrayInfo
 from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError
 from nbverify.stages import Runner, Stage, array, check_array, index_array, open_runner, scalar
-from nbverify.tree.binding import BoundStage
+from nbverify.tree.binding import BoundStage, refuse_overlaps
 from nbverify.tree.kernels.accept_rules import (
     ALL_BITS,
     ARGMAX_BLOCKS_PER_SM,
@@ -365,6 +365,7 @@ TREE = (array("num_nodes", "int32"), array("parents", "int32"), array("node_toke
 RESULT = (array("accept_nodes", "int32"), array("accept_lens", "int32"), array("bonus_tokens", "int64"),
           array("flags", "int32"), array("accept_index", "int32"), *index_array("predict"),
           scalar("num_rows"))  # fmt: skip
+WRITTEN = ("accept_nodes", "accept_lens", "bonus_tokens", "flags", "accept_index", "predict")
 LOGITS_LAYOUT = (scalar("row_stride"), scalar("vocab"))
 SAMPLING = (array("temperatures", "float32"), array("top_ks", "int32"), array("top_ps", "float32"),
             array("seeds", "int64"), *index_array("prefix_lens"))  # fmt: skip
@@ -460,22 +461,22 @@ class AcceptPlan:
         ``accept_index`` ``[B, D + 1]`` int32 (the path as rows) and ``predict`` ``[R]`` (the target's token at the rows
         of the path; others are not touched) are SGLang's, and may be left out.
 
-        Raises ArgumentError.
+        Raises ArgumentError for a wrong dtype, shape, layout or device, and for a result that is read-only or shares
+        memory with another array.
         """
         host = self.runner.emulated
+        infos: dict[str, ArrayInfo] = {}
 
-        def check(name: str, value: Any, dtypes: tuple[str, ...], shape: tuple[int | None, ...], *, write: bool) -> int:
-            info = check_array(name, value, dtypes, shape, host=host)
-            if write and info.readonly:
-                raise ArgumentError(name, "an array that may be written", "a read-only one")
-            return info.shape[0]
+        def check(name: str, value: Any, dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> int:
+            infos[name] = check_array(name, value, dtypes, shape, host=host)
+            return infos[name].shape[0]
 
-        batch = check("parents", parents, ("int32",), (None, self.max_nodes), write=False)
+        batch = check("parents", parents, ("int32",), (None, self.max_nodes))
         if batch > self.max_requests:
             raise ArgumentError("parents", f"at most max_requests = {self.max_requests} rows", batch)
-        check("node_tokens", node_tokens, ("int64",), (batch, self.max_nodes), write=False)
-        check("num_nodes", num_nodes, ("int32",), (batch,), write=False)
-        check("qo_indptr", qo_indptr, INDEX, (batch + 1,), write=False)
+        check("node_tokens", node_tokens, ("int64",), (batch, self.max_nodes))
+        check("num_nodes", num_nodes, ("int32",), (batch,))
+        check("qo_indptr", qo_indptr, INDEX, (batch + 1,))
         per_request = {
             "temperatures": (temperatures, ("float32",)),
             "top_ks": (top_ks, ("int32",)),
@@ -485,7 +486,7 @@ class AcceptPlan:
         }
         for name, (value, dtypes) in per_request.items():
             if self.sampled:
-                check(name, value, dtypes, (batch,), write=False)
+                check(name, value, dtypes, (batch,))
             elif value is not None:
                 raise ArgumentError(name, "nothing in a plan that does not sample", "an array")
         if (logits is None) == (target_tokens is None) or (self.sampled and logits is None):
@@ -493,19 +494,20 @@ class AcceptPlan:
             raise ArgumentError("logits", wanted, "neither" if logits is None and target_tokens is None else "not that")
         row_stride = 0
         if logits is None:
-            num_rows = check("target_tokens", target_tokens, INDEX, (None,), write=False)
+            num_rows = check("target_tokens", target_tokens, INDEX, (None,))
         else:
-            info = self._check_logits(logits)
+            info = infos["logits"] = self._check_logits(logits)
             num_rows, row_stride = info.shape[0], info.strides[0] if info.shape[0] > 1 else info.shape[1]
         wide = (batch, self.max_depth + 1)
-        check("accept_nodes", accept_nodes, ("int32",), wide, write=True)
-        check("accept_lens", accept_lens, ("int32",), (batch,), write=True)
-        check("bonus_tokens", bonus_tokens, ("int64",), (batch,), write=True)
-        check("flags", flags, ("int32",), (batch,), write=True)
+        check("accept_nodes", accept_nodes, ("int32",), wide)
+        check("accept_lens", accept_lens, ("int32",), (batch,))
+        check("bonus_tokens", bonus_tokens, ("int64",), (batch,))
+        check("flags", flags, ("int32",), (batch,))
         if accept_index is not None:
-            check("accept_index", accept_index, ("int32",), wide, write=True)
+            check("accept_index", accept_index, ("int32",), wide)
         if predict is not None:
-            check("predict", predict, INDEX, (num_rows,), write=True)
+            check("predict", predict, INDEX, (num_rows,))
+        refuse_overlaps(infos, WRITTEN)
 
         buffers = {
             "num_nodes": num_nodes, "parents": parents, "node_tokens": node_tokens, "qo_indptr": qo_indptr,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
-from nbverify.arrays import ArrayInfo, overlaps, stream_handle
+from nbverify.arrays import ArrayInfo, byte_range, overlaps, stream_handle
 from nbverify.errors import ArgumentError
 from nbverify.stages import StageCall
 
@@ -32,16 +32,21 @@ def check_capacity(name: str, value: object, largest: int) -> int:
     return value
 
 
-def refuse_overlaps(written: Mapping[str, ArrayInfo], read: Mapping[str, ArrayInfo]) -> None:
-    """Blocks of one launch must not read what others write: raises ArgumentError where a written array shares memory.
+def refuse_overlaps(infos: Mapping[str, ArrayInfo], written: Container[str]) -> None:
+    """Blocks of one launch must not read, nor write, what others write.
 
-    A read-only array to be written is refused too.
+    Raises ArgumentError where an array of ``infos`` that is among the ``written`` shares memory with any other one,
+    or is read-only.
     """
-    names = [*written, *read]
-    infos = {**read, **written}
-    for i, name in enumerate(written):
-        if written[name].readonly:
+    for name, info in infos.items():
+        if name in written and info.readonly:
             raise ArgumentError(name, "an array that may be written", "a read-only one")
-        for other in names[i + 1 :]:
-            if overlaps(written[name], infos[other]):
+    by_start = sorted(infos, key=lambda name: byte_range(infos[name])[0])
+    for i, low in enumerate(by_start):
+        end = byte_range(infos[low])[1]
+        for high in by_start[i + 1 :]:
+            if byte_range(infos[high])[0] >= end:
+                break  # nor do those after it begin inside of ``low``
+            if (low in written or high in written) and overlaps(infos[low], infos[high]):
+                name, other = (low, high) if low in written else (high, low)
                 raise ArgumentError(name, f"memory of its own (it is written while {other} is used)", "an overlap")

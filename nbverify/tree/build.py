@@ -43,7 +43,7 @@ import numpy as np
 from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError
 from nbverify.stages import Runner, Stage, array, check_array, index_array, open_runner
-from nbverify.tree.binding import BoundStage
+from nbverify.tree.binding import BoundStage, refuse_overlaps
 from nbverify.tree.trees import MAX_NODES, NO_PARENT, Tree, TreeBatch, check_parents
 
 MAX_REQUESTS = 65_535
@@ -364,7 +364,8 @@ class BuildPlan:
         Raises
         ------
         ArgumentError
-            A wrong dtype, shape, layout or device, or a read-only buffer that would be written.
+            A wrong dtype, shape, layout or device, or a written buffer that is read-only or shares memory with
+            another one.
         """
         rows = (self.max_requests,)
         drafts, nodes = (*rows, self.depth, self.top_k), (*rows, self.max_nodes)
@@ -381,10 +382,11 @@ class BuildPlan:
             "scores": (scores, ("float32",), nodes),
             "flags": (flags, ("int32",), rows),
         }
-        for name, (value, dtypes, shape) in buffers.items():
-            info = check_array(name, value, dtypes, shape, host=self.runner.emulated)
-            if info.readonly and name in WRITTEN:
-                raise ArgumentError(name, "an array that may be written", "a read-only one")
+        infos = {
+            name: check_array(name, value, dtypes, shape, host=self.runner.emulated)
+            for name, (value, dtypes, shape) in buffers.items()
+        }
+        refuse_overlaps(infos, WRITTEN)
         given = {name: value for name, (value, _, _) in buffers.items()}
         return BoundStage(self.runner.bind(self.stage, self.max_requests, given, {}))
 

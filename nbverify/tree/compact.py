@@ -34,7 +34,7 @@ from nbverify.spec import INT32_MAX
 from nbverify.stages import EmulatorRunner, Runner, Stage, array, check_array, index_array, open_runner, scalar
 from nbverify.tree.binding import BoundStage, check_capacity, refuse_overlaps
 from nbverify.tree.kernels.records import COMPACT_THREADS, RECORD_FIELDS, CompactFlag
-from nbverify.tree.planes import Placement, Plane, place, refuse_shared_bytes
+from nbverify.tree.planes import Placement, Plane, place
 from nbverify.tree.trees import MAX_NODES
 
 CONVENTIONS = ("move", "keep")
@@ -302,8 +302,8 @@ class CompactPlan:
         Raises
         ------
         ArgumentError
-            A wrong dtype, shape, layout or device; planes that share memory; a written array that shares memory with
-            another one.
+            A wrong dtype, shape, layout or device; a written array, such as a plane, that is read-only or shares memory
+            with another one.
         """
         planes = tuple(planes)
         _check_convention(self.convention, planes, req_to_token, req_pool_indices)
@@ -335,14 +335,12 @@ class CompactPlan:
         if freed_slots is not None:
             infos["freed_slots"] = check_array("freed_slots", freed_slots, INDEX, (num_rows,), host=host)
 
-        written = {name: info for name, info in infos.items() if name in WRITTEN}
-        read = {name: info for name, info in infos.items() if name not in written}
-        if infos["new_prefix_lens"] == infos["prefix_lens"]:
-            del read["prefix_lens"]  # in place
-        refuse_overlaps(written, read)
-
         placements = [place(f"planes[{i}]", plane, host=host) for i, plane in enumerate(planes)]
-        refuse_shared_bytes(placements)
+        of_planes = {f"planes[{i}].array": placement.info for i, placement in enumerate(placements)}
+        used = infos | of_planes
+        if infos["new_prefix_lens"] == infos["prefix_lens"]:
+            del used["prefix_lens"]  # in place
+        refuse_overlaps(used, {*WRITTEN, *of_planes})  # an MLA pool given as K and again as V would be moved twice
         self._check_devices(placements)
         rows = [record for placement in placements for record in placement.records()]
         records = self.runner.empty((len(rows), RECORD_FIELDS), "int64")

@@ -20,6 +20,7 @@ from nbverify.tree.kernels.records import INDICES_THREADS, IndexFlag
 
 INDEX = ("int32", "int64")
 BLOCKS_PER_SM = 4
+WRITTEN = ("kv_indptr", "kv_indices", "flags")
 MIN_PARTS = 8  # blocks a request at least: one long request among many short ones is still shared out
 
 PARAMETERS = (
@@ -154,24 +155,22 @@ class IndicesPlan:
             "kv_indices": kv_indices,
             "flags": flags,
         }
-        read = {
+        infos = {
             "req_to_token": check_array("req_to_token", req_to_token, ("int32",), (None, None), host=host),
             "req_pool_indices": check_array("req_pool_indices", req_pool_indices, INDEX, (requests,), host=host),
             "prefix_lens": check_array("prefix_lens", prefix_lens, INDEX, (requests,), host=host),
-        }
-        written = {
             "kv_indptr": check_array("kv_indptr", kv_indptr, INDEX, (requests + 1,), host=host),
             "kv_indices": check_array("kv_indices", kv_indices, INDEX, (None,), host=host),
             "flags": check_array("flags", flags, ("int32",), (requests,), host=host),
         }
-        refuse_overlaps(written, read)
-        num_rows, max_context = read["req_to_token"].shape
+        refuse_overlaps(infos, WRITTEN)
+        num_rows, max_context = infos["req_to_token"].shape
         num_parts = max(MIN_PARTS, -(-BLOCKS_PER_SM * self.runner.num_sms // requests))
         scalars = {
             "max_requests": requests,
             "num_table_rows": num_rows,
             "max_context": max_context,
-            "capacity": min(written["kv_indices"].shape[0], INT32_MAX),
+            "capacity": min(infos["kv_indices"].shape[0], INT32_MAX),
             "num_parts": num_parts,
         }
         return BoundStage(self.runner.bind(self.stage, requests * num_parts, buffers, scalars))

@@ -39,7 +39,7 @@ COLUMNS_PER_WALK = WARP * reference.WORD_BITS  # of a mask row: a lane holds a w
 ROWS_PER_WARP = 2
 MAX_BLOCKS_PER_REQUEST = 32  # each looks at the whole tree: for a large one, longer turns are better than more blocks
 INDEX_DTYPES = ("int32", "int64")
-OUTPUTS = (
+WRITTEN = (
     "custom_mask", "mask_indptr", "qo_indptr", "positions", "depths", "retrieve_index", "retrieve_next_token",
     "retrieve_next_sibling", "flags",
 )  # fmt: skip
@@ -442,7 +442,8 @@ class MaskPlan:
         Raises
         ------
         ArgumentError
-            Names the argument, what was expected and what came.
+            Names the argument, what was expected and what came: a wrong dtype, shape, layout or device, a read-only
+            array that would be written, a written array that shares memory with another one.
         """
         host = self._runner.emulated
         requests = check_array("num_nodes", num_nodes, ("int32",), (None,), host=host).shape[0]
@@ -474,8 +475,7 @@ class MaskPlan:
             for name, (value, dtypes, shape) in wanted.items()
             if name not in absent
         }
-        written = {name: info for name, info in infos.items() if name in OUTPUTS}
-        refuse_overlaps(written, {name: info for name, info in infos.items() if name not in OUTPUTS})
+        refuse_overlaps(infos, WRITTEN)
         blocks = blocks_per_request(self.max_nodes)
         sizes = {"max_nodes": self.max_nodes, "max_kv_len": self.max_kv_len, "blocks_per_request": blocks}
         buffers = {name: value for name, (value, _, _) in wanted.items()}

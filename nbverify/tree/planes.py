@@ -98,7 +98,7 @@ def place(name: str, plane: Plane, *, host: bool) -> Placement:
     ------
     ArgumentError
         No Plane, a layout of another name, wrong memory, axes that do not fit the layout, rows that are not
-        contiguous, elements that overlap, read-only memory, no elements, or 2^31 slots or more.
+        contiguous, elements that overlap, no elements, or 2^31 slots or more.
     """
     if not isinstance(plane, Plane):
         raise ArgumentError(name, "a Plane", type(plane).__name__)
@@ -110,8 +110,6 @@ def place(name: str, plane: Plane, *, host: bool) -> Placement:
     if len(info.shape) < num_free or 0 in info.shape:
         axes = "[pages, heads, page_size, ...]" if paged else "[slots, ...]"
         raise ArgumentError(f"{name}.array", f"{axes} with elements", list(info.shape))
-    if info.readonly:
-        raise ArgumentError(f"{name}.array", "an array that may be written", "a read-only one")
     page_size = info.shape[2] if paged else 1
     if plane.page_size not in (None, page_size):
         raise ArgumentError(f"{name}.page_size", f"{page_size}, as the array has it, or None", repr(plane.page_size))
@@ -144,18 +142,3 @@ def _check_run(name: str, info: ArrayInfo, first_axis: int) -> None:
         if extent > 1 and found != stride:
             raise ArgumentError(f"{name}.array", "contiguous rows", f"strides {list(info.strides)}")
         stride *= extent
-
-
-def refuse_shared_bytes(placements: Sequence[Placement]) -> None:
-    """Raises ArgumentError where two planes share memory, such as an MLA pool given once as K and once as V.
-
-    Moved twice, a row would be moved on from where the first move had put it.
-    """
-    by_start = sorted(range(len(placements)), key=lambda i: arrays.byte_range(placements[i].info))
-    for k, i in enumerate(by_start):
-        end = arrays.byte_range(placements[i].info)[1]
-        for j in by_start[k + 1 :]:
-            if arrays.byte_range(placements[j].info)[0] >= end:
-                break  # sorted by start: nor do those after it
-            if arrays.overlaps(placements[i].info, placements[j].info):
-                raise ArgumentError("planes", "planes that share no memory", f"planes {min(i, j)} and {max(i, j)} do")

@@ -167,6 +167,7 @@ def frozen(array):
 
 
 SHARED = np.zeros((40, 16), np.uint16)
+LENGTHS = np.zeros(2, np.int32)
 WINDOW = np.zeros(12, np.int64)
 REFUSED = {
     "planes: expected at least one plane, got none": {"planes": ()},
@@ -182,8 +183,11 @@ REFUSED = {
         "planes": [Plane(np.lib.stride_tricks.sliding_window_view(np.zeros(47, np.uint16), 8, writeable=True))]
     },
     r"planes\[0\].array: expected an array that may be written": {"planes": [Plane(frozen(np.zeros((4, 8))))]},
-    "planes: expected planes that share no memory, got planes 0 and 1 do": {
+    r"planes\[0\].array: expected memory of its own \(it is written while planes\[1\].array is used\)": {
         "planes": [Plane(SHARED), Plane(SHARED[:, :8])]
+    },
+    r"planes\[1\].array: expected memory of its own \(it is written while accept_lens is used\)": {
+        "planes": [Plane(SHARED), Plane(LENGTHS)], "accept_lens": LENGTHS
     },
     r"out_cache_loc: expected dtype int32 or int64, got int16": {"out_cache_loc": np.zeros(12, np.int16)},
     r"qo_indptr: expected shape \[3\], got \[4\]": {"qo_indptr": np.zeros(4, np.int32)},

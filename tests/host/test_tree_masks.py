@@ -255,14 +255,6 @@ def test_wrong_buffers_are_refused(change, message):
         MaskPlan(**PLAN).bind(**{**arrays(), **change})
 
 
-def test_outputs_must_not_overlap():
-    given = arrays()
-    with pytest.raises(
-        ArgumentError, match=r"^depths: expected memory of its own \(it is written while parents is used\)"
-    ):
-        MaskPlan(**PLAN).bind(**{**given, "depths": given["parents"]})
-
-
 def test_a_mask_without_a_buffer_takes_none():
     given = arrays()
     for name in ("custom_mask", "mask_indptr"):
