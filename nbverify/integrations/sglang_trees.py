@@ -29,6 +29,8 @@ from nbverify.errors import ArgumentError
 from nbverify.spec import Mask
 from nbverify.stages import GpuRunner, open_runner
 from nbverify.tree import BuildPlan, MaskPlan, build_trees, tree_buffers
+from nbverify.tree.binding import check_int
+from nbverify.tree.trees import MAX_NODES
 
 LAYOUTS = (Mask.FULL, Mask.TREE)
 NO_REQUEST = -1  # a budget
@@ -87,7 +89,9 @@ def verify_input(
     Raises ArgumentError for wrong shapes, a budget below 1, NaN among the logits, or a mask but FULL and TREE.
     """
     layout = _layout(mask)
-    nodes = _nodes_of(budget)
+    if budget < 1:
+        raise ArgumentError("budget", ">= 1 drafted nodes", budget)
+    nodes = budget + 1
     tokens, logprobs = top_logprobs(logits, top_k)
     budgets = np.full(len(tokens), budget, np.int32)
     trees = build_trees(tokens, logprobs, np.asarray(root_tokens), budgets, nodes)
@@ -145,8 +149,9 @@ class DraftTrees:
         device: int | str | Emulator | None = None,
     ):
         layout = _layout(mask)
-        self.max_requests, self.depth, self.top_k, self.budget = max_requests, depth, top_k, budget
-        self.nodes = nodes = _nodes_of(budget)
+        self.max_requests, self.depth, self.top_k = max_requests, depth, top_k
+        self.budget = check_int("budget", budget, 1, MAX_NODES - 1)
+        self.nodes = nodes = budget + 1
         self._runner = runner = open_runner(device)
         build = BuildPlan(max_requests=max_requests, depth=depth, top_k=top_k, max_nodes=nodes, device=runner)
         masks = MaskPlan(
@@ -237,12 +242,6 @@ class DraftTrees:
         if isinstance(array, torch.Tensor):
             return array
         return torch.as_tensor(array, device=f"cuda:{self._runner.device.ordinal}")
-
-
-def _nodes_of(budget: int) -> int:
-    if budget < 1:
-        raise ArgumentError("budget", ">= 1 drafted nodes", budget)
-    return budget + 1
 
 
 def _layout(mask: Mask | str) -> Mask:

@@ -25,7 +25,7 @@ from nbverify.arrays import ArrayInfo
 from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError
 from nbverify.stages import Runner, Stage, array, check_array, index_array, open_runner, scalar
-from nbverify.tree.binding import BoundStage, refuse_overlaps
+from nbverify.tree.binding import BoundStage, check_int, refuse_overlaps
 from nbverify.tree.kernels.accept_rules import (
     ALL_BITS,
     ARGMAX_BLOCKS_PER_SM,
@@ -409,16 +409,15 @@ class AcceptPlan:
         logits_dtype: str = "float32",
         device: int | str | Emulator | Runner | None = None,
     ):
-        _check_range("max_nodes", max_nodes, 1, MAX_NODES)
-        _check_range("max_requests", max_requests, 1, MAX_REQUESTS)
-        _check_range("max_depth", max_depth, 0, MAX_NODES - 1)
+        self.max_requests = check_int("max_requests", max_requests, 1, MAX_REQUESTS)
+        self.max_nodes = check_int("max_nodes", max_nodes, 1, MAX_NODES)
+        self.max_depth = check_int("max_depth", max_depth, 0, MAX_NODES - 1)
         if vocab_size is not None:
-            _check_range("vocab_size", vocab_size, 1, MAX_VOCAB)
+            check_int("vocab_size", vocab_size, 1, MAX_VOCAB)
         elif sampled:
             raise ArgumentError("vocab_size", "a number, to draw from the logits", vocab_size)
         if logits_dtype not in LOGITS_DTYPES:
             raise ArgumentError("logits_dtype", f"one of {', '.join(LOGITS_DTYPES)}", repr(logits_dtype))
-        self.max_requests, self.max_nodes, self.max_depth = max_requests, max_nodes, max_depth
         self.vocab_size, self.sampled, self.logits_dtype = vocab_size, sampled, logits_dtype
         self.runner = open_runner(device)
         self._partials = None
@@ -572,8 +571,3 @@ class AcceptPlan:
         )  # fmt: skip
         most = -(-batch * self.max_nodes * SPLITS * WARP // ARGMAX_THREADS)  # blocks with a warp for everything
         return [(argmax, min(ARGMAX_BLOCKS_PER_SM * self.runner.num_sms, most)), (walk, batch)]
-
-
-def _check_range(name: str, value: Any, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:
-        raise ArgumentError(name, f"an integer from {low} to {high}", repr(value))

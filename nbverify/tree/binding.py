@@ -1,4 +1,4 @@
-"""What plans of the tree step do alike when arrays are bound."""
+"""What plans of the tree step do alike: check numbers and arrays, and launch what is bound."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class BoundStage:
             call(handle)
 
 
-def check_capacity(name: str, value: object, largest: int) -> int:
-    """An int from 1 to ``largest``; raises ArgumentError."""
-    if type(value) is not int or not 1 <= value <= largest:
-        raise ArgumentError(name, f"an int, 1 to {largest}", repr(value))
+def check_int(name: str, value: object, low: int, high: int) -> int:
+    """``value``, if it is an int from ``low`` to ``high``, both included; else raises ArgumentError."""
+    if type(value) is not int or not low <= value <= high:
+        raise ArgumentError(name, f"an int, {low} to {high}", repr(value))
     return value
 
 

@@ -43,7 +43,7 @@ import numpy as np
 from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError
 from nbverify.stages import Runner, Stage, array, check_array, index_array, open_runner
-from nbverify.tree.binding import BoundStage, refuse_overlaps
+from nbverify.tree.binding import BoundStage, check_int, refuse_overlaps
 from nbverify.tree.trees import MAX_NODES, NO_PARENT, Tree, TreeBatch, check_parents
 
 MAX_REQUESTS = 65_535
@@ -319,16 +319,10 @@ class BuildPlan:
         max_nodes: int,
         device: int | str | Emulator | Runner | None = None,
     ):
-        sizes = {
-            "max_requests": (max_requests, MAX_REQUESTS),
-            "depth": (depth, MAX_DEPTH),
-            "top_k": (top_k, MAX_TOP_K),
-            "max_nodes": (max_nodes, MAX_NODES),
-        }
-        for name, (value, most) in sizes.items():
-            if type(value) is not int or not 1 <= value <= most:
-                raise ArgumentError(name, f"an int, 1 to {most}", repr(value))
-        self.max_requests, self.depth, self.top_k, self.max_nodes = max_requests, depth, top_k, max_nodes
+        self.max_requests = check_int("max_requests", max_requests, 1, MAX_REQUESTS)
+        self.depth = check_int("depth", depth, 1, MAX_DEPTH)
+        self.top_k = check_int("top_k", top_k, 1, MAX_TOP_K)
+        self.max_nodes = check_int("max_nodes", max_nodes, 1, MAX_NODES)
         self.runner = open_runner(device)
 
     @property

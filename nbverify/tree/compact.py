@@ -32,7 +32,7 @@ from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError
 from nbverify.spec import INT32_MAX
 from nbverify.stages import EmulatorRunner, Runner, Stage, array, check_array, index_array, open_runner, scalar
-from nbverify.tree.binding import BoundStage, check_capacity, refuse_overlaps
+from nbverify.tree.binding import BoundStage, check_int, refuse_overlaps
 from nbverify.tree.kernels.records import COMPACT_THREADS, RECORD_FIELDS, CompactFlag
 from nbverify.tree.planes import Placement, Plane, place
 from nbverify.tree.trees import MAX_NODES
@@ -249,9 +249,9 @@ class CompactPlan:
         convention: str = "move",
         device: int | str | Emulator | Runner | None = None,
     ):
-        self.max_requests = check_capacity("max_requests", max_requests, INT32_MAX)
-        self.max_nodes = check_capacity("max_nodes", max_nodes, MAX_NODES)
-        self.max_depth = check_capacity("max_depth", max_depth, MAX_DEPTH)
+        self.max_requests = check_int("max_requests", max_requests, 1, INT32_MAX)
+        self.max_nodes = check_int("max_nodes", max_nodes, 1, MAX_NODES)
+        self.max_depth = check_int("max_depth", max_depth, 1, MAX_DEPTH)
         if convention not in CONVENTIONS:
             raise ArgumentError("convention", " or ".join(map(repr, CONVENTIONS)), repr(convention))
         self.convention = convention

@@ -26,6 +26,7 @@ from rich.tree import Tree as Branches
 
 from nbverify import reference
 from nbverify.errors import ArgumentError, NbverifyError
+from nbverify.tree.binding import check_int
 from nbverify.tree.build import build_tree, tree_from_parents
 from nbverify.tree.trees import NO_PARENT, Tree
 
@@ -93,9 +94,8 @@ def random_drawing(seed: int, depth: int, top_k: int, budget: int) -> Drawing:
 
     Raises ArgumentError for sizes below 1, ``top_k`` above the vocabulary, a negative budget.
     """
-    for name, value, most in (("depth", depth, VOCABULARY), ("top_k", top_k, VOCABULARY)):
-        if not 1 <= value <= most:
-            raise ArgumentError(name, f"1 to {most}", value)
+    check_int("depth", depth, 1, VOCABULARY)
+    check_int("top_k", top_k, 1, VOCABULARY)
     rng = np.random.default_rng(seed)
     logits = SHARPNESS * rng.normal(size=(depth, VOCABULARY))
     logprobs = (logits - np.log(np.exp(logits).sum(-1, keepdims=True))).astype(np.float32)

@@ -15,7 +15,7 @@ import numpy as np
 from nbverify.emulator import Emulator
 from nbverify.spec import INT32_MAX
 from nbverify.stages import Runner, Stage, array, check_array, index_array, open_runner, scalar
-from nbverify.tree.binding import BoundStage, check_capacity, refuse_overlaps
+from nbverify.tree.binding import BoundStage, check_int, refuse_overlaps
 from nbverify.tree.kernels.records import INDICES_THREADS, IndexFlag
 
 INDEX = ("int32", "int64")
@@ -112,7 +112,7 @@ class IndicesPlan:
     """
 
     def __init__(self, *, max_requests: int, device: int | str | Emulator | Runner | None = None):
-        self.max_requests = check_capacity("max_requests", max_requests, INT32_MAX)
+        self.max_requests = check_int("max_requests", max_requests, 1, INT32_MAX)
         self.runner = open_runner(device)
 
     @property

@@ -30,7 +30,7 @@ from nbverify.errors import ArgumentError
 from nbverify.kernels.geometry import WARP
 from nbverify.spec import INT32_MAX, Mask
 from nbverify.stages import GpuRunner, Runner, Stage, array, check_array, index_array, open_runner, scalar
-from nbverify.tree.binding import BoundStage, refuse_overlaps
+from nbverify.tree.binding import BoundStage, check_int, refuse_overlaps
 from nbverify.tree.trees import MAX_NODES
 
 THREADS = 128
@@ -339,7 +339,7 @@ class MaskPlan:
     Parameters
     ----------
     max_requests
-        Requests of a batch at most.
+        Requests of a batch at most; ``max_requests * max_nodes`` is below 2^31.
     max_nodes
         N: nodes of a request at most, the root included; up to 1025.  The width of ``parents``.
     max_kv_len
@@ -372,10 +372,9 @@ class MaskPlan:
         fill_prefix: bool = False,
         device: int | str | Emulator | Runner | None = None,
     ):
-        self.max_requests = _int("max_requests", max_requests, 1, INT32_MAX)
-        self.max_nodes = _int("max_nodes", max_nodes, 1, MAX_NODES)
-        self.max_kv_len = _int("max_kv_len", max_kv_len, max_nodes, INT32_MAX)
-        _int("max_requests", max_requests * max_nodes, 1, INT32_MAX, what="max_requests * max_nodes")
+        self.max_nodes = check_int("max_nodes", max_nodes, 1, MAX_NODES)
+        self.max_requests = check_int("max_requests", max_requests, 1, INT32_MAX // max_nodes)  # rows in 32 bits
+        self.max_kv_len = check_int("max_kv_len", max_kv_len, max_nodes, INT32_MAX)
         self.mask = _mask("mask", mask)
         self.padded = _bool("padded", padded)
         self.fill_prefix = _bool("fill_prefix", fill_prefix)
@@ -531,14 +530,6 @@ def _mask(name: str, value: Any) -> Mask:
         return Mask(value)
     except ValueError:
         raise ArgumentError(name, f"one of {[m.value for m in Mask]}", repr(value)) from None
-
-
-def _int(name: str, value: Any, low: int, high: int, what: str | None = None) -> int:
-    if type(value) is not int:
-        raise ArgumentError(name, "an int", repr(value))
-    if not low <= value <= high:
-        raise ArgumentError(name, f"{low} <= {what or name} <= {high}", value)
-    return value
 
 
 def _bool(name: str, value: Any) -> bool:

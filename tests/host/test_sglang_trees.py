@@ -182,9 +182,11 @@ def test_the_device_form_refuses_by_name():
         trees.make(logits[:2, :3], roots[:2], lens[:2])
     with pytest.raises(nv.ArgumentError, match="prefix_lens"):
         trees.make(logits[:2], roots[:2], lens)
-    for wrong in (dict(mask="causal"), dict(top_k=65), dict(depth=33), dict(budget=0), dict(custom_mask=np.zeros(4))):
-        with pytest.raises(nv.ArgumentError):
-            DraftTrees(**(sizes | wrong))
+    for name, wrong in (
+        ("mask", "causal"), ("top_k", 65), ("depth", 33), ("budget", 0), ("budget", 1025), ("custom_mask", np.zeros(4)),
+    ):  # fmt: skip
+        with pytest.raises(nv.ArgumentError, match=f"^{name}: expected"):
+            DraftTrees(**(sizes | {name: wrong}))
 
 
 def test_wrong_data_is_told_and_leaves_the_others_alone():

@@ -281,11 +281,11 @@ def test_wrong_arguments_are_named():
         accept_greedy(np.array([-1]), *tree[1:], np.zeros(1, int), max_depth=1)
     sizes = {"max_requests": 2, "max_nodes": 4, "max_depth": 2, "device": "emulator"}
     for changes, message in (
-        ({"max_nodes": 1026}, "max_nodes: expected an integer from 1 to 1025, got 1026"),
-        ({"max_requests": 0}, "max_requests: expected"),
-        ({"max_depth": -1}, "max_depth: expected"),
+        ({"max_nodes": 1026}, "max_nodes: expected an int, 1 to 1025, got 1026"),
+        ({"max_requests": 0}, "max_requests: expected an int, 1 to 8192, got 0"),
+        ({"max_depth": -1}, "max_depth: expected an int, 0 to 1024, got -1"),
         ({"sampled": True}, "vocab_size: expected a number"),
-        ({"vocab_size": 1 << 23}, "vocab_size: expected"),
+        ({"vocab_size": 1 << 23}, "vocab_size: expected an int, 1 to 4194304, got 8388608"),
         ({"logits_dtype": "float64"}, "logits_dtype: expected one of"),
     ):
         with pytest.raises(ArgumentError, match=message):

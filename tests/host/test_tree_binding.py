@@ -1,10 +1,13 @@
-"""What the plans of the tree step refuse alike when arrays are bound."""
+"""What the plans of the tree step refuse alike: numbers out of range, and written arrays that share memory."""
+
+import re
 
 import numpy as np
 import pytest
 
 from nbverify.errors import ArgumentError
 from nbverify.tree import AcceptPlan, BuildPlan, CompactPlan, IndicesPlan, MaskPlan
+from nbverify.tree.binding import check_int
 
 B, N, D, K, R, V = 2, 4, 3, 2, 8, 5
 INT, LONG, FLOAT = np.int32, np.int64, np.float32
@@ -72,6 +75,17 @@ def make(arrays, **starts):
         one = made[name]
         made[name] = storage[start : start + one.nbytes].view(one.dtype).reshape(one.shape)
     return made
+
+
+@pytest.mark.parametrize("value", [1, 4, 7])
+def test_a_number_in_its_range(value):
+    assert check_int("depth", value, 1, 7) == value
+
+
+@pytest.mark.parametrize("value", [0, 8, -(2**70), 2**70, 4.0, True, None, "4", np.int64(4)])
+def test_a_number_out_of_its_range(value):
+    with pytest.raises(ArgumentError, match=rf"^depth: expected an int, 1 to 7, got {re.escape(repr(value))}$"):
+        check_int("depth", value, 1, 7)
 
 
 @ON_ALL_PLANS

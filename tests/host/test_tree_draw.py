@@ -128,7 +128,7 @@ def test_wrong_usage(tmp_path, capsys):
     assert main(["tree", str(written(tmp_path)), "--top-k", "3"]) == 2
     assert "--top-k: expected no FILE beside it" in capsys.readouterr().err
     assert main(["tree", "--depth", "0"]) == 2
-    assert "depth: expected 1 to 1000, got 0" in capsys.readouterr().err
+    assert "depth: expected an int, 1 to 1000, got 0" in capsys.readouterr().err
     assert main(["tree", "--png", str(tmp_path / "no" / "where.png")]) == 2
     assert "--png: expected a file in a directory that exists" in capsys.readouterr().err
 

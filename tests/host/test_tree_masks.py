@@ -194,11 +194,11 @@ PLAN = {"max_requests": 4, "max_nodes": 8, "max_kv_len": 64, "mask": "tree", "de
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_requests": 0}, r"max_requests: expected 1 <= max_requests <= 2147483647, got 0"),
-        ({"max_requests": 2.0}, r"max_requests: expected an int, got 2.0"),
-        ({"max_requests": 2**29}, r"max_requests: expected 1 <= max_requests \* max_nodes <= 2147483647, got \d+"),
-        ({"max_nodes": 1026}, r"max_nodes: expected 1 <= max_nodes <= 1025, got 1026"),
-        ({"max_kv_len": 7}, r"max_kv_len: expected 8 <= max_kv_len <= 2147483647, got 7"),
+        ({"max_requests": 0}, "max_requests: expected an int, 1 to 268435455, got 0"),
+        ({"max_requests": 2.0}, "max_requests: expected an int, 1 to 268435455, got 2.0"),
+        ({"max_requests": 2**29}, "max_requests: expected an int, 1 to 268435455, got 536870912"),
+        ({"max_nodes": 1026}, "max_nodes: expected an int, 1 to 1025, got 1026"),
+        ({"max_kv_len": 7}, "max_kv_len: expected an int, 8 to 2147483647, got 7"),
         ({"mask": "dense"}, r"mask: expected one of \['full', 'tree', 'packed', 'causal', 'none'\], got 'dense'"),
         ({"padded": 1}, r"padded: expected a bool, got 1"),
         ({"fill_prefix": None}, r"fill_prefix: expected a bool, got None"),
