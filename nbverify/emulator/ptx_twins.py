@@ -367,11 +367,15 @@ def _writable_global(operation: str, address: Any, size: int, alignment: int) ->
     return _global(operation, address, size, alignment, write=True)
 
 
-def _load_if(name: str, count: int) -> Twin:
+def _load_if(name: str, dtype: Any, count: int) -> Twin:
+    size = np.dtype(dtype).itemsize * count
+
     def load(address: Any, condition: Any) -> Any:
         if _address32(condition) == 0:
-            return (F32(0),) * count
-        return tuple(_global(name, address, 4 * count, 4 * count).view(F32))
+            values = (dtype(0),) * count
+        else:
+            values = tuple(_global(name, address, size, size).view(dtype))
+        return values if count > 1 else uint32(values[0])
 
     return load
 
@@ -707,8 +711,10 @@ PTX_TWINS: dict[str, Twin] = {
     "divide_u64": lambda dividend, divisor: uint64(int(dividend) // int(divisor)),
     "load_global_u8": lambda address: uint32(_global("load_global_u8", address, 1, 1)[0]),
     "store_global_u8": _store("store_global_u8", _writable_global, np.uint8, 1),
-    "load_global_v2_f32_if": _load_if("load_global_v2_f32_if", 2),
-    "load_global_v4_f32_if": _load_if("load_global_v4_f32_if", 4),
+    "load_global_u8_if": _load_if("load_global_u8_if", np.uint8, 1),
+    "load_global_u32_if": _load_if("load_global_u32_if", np.uint32, 1),
+    "load_global_v2_f32_if": _load_if("load_global_v2_f32_if", F32, 2),
+    "load_global_v4_f32_if": _load_if("load_global_v4_f32_if", F32, 4),
     "warp_max_u32": lambda value: warp_collective(_address32(value), lambda lanes: [uint32(max(lanes))] * len(lanes)),
     "warp_min_u32": lambda value: warp_collective(_address32(value), lambda lanes: [uint32(min(lanes))] * len(lanes)),
     "prefetch_l2": prefetch_l2,

@@ -25,8 +25,8 @@ Indices    Which pool rows a tile consists of is read from the index lists a who
 fp8        Rows wait in raw slots, as the pool has them, and each lane widens into the ring the 16 bytes that it has
            copied itself: nobody else waits for a raw row.  Full then counts plain arrivals.
 
-Rows past the end of a request are not fetched: what their place holds is hidden by the mask, and values.py lets no
-NaN of it through.
+Rows past the end of a request are not fetched.  With roles their place holds what it held: the mask hides it, and
+values.py lets no NaN of it through.  With teams it is filled with zeros, so that a tile rarely has a NaN.
 
 Copies are cp.async, 16 bytes a lane, with up to 8 lanes side by side in a row: a lane's addresses are one register and
 constants.  Bulk copies (sm_90) were tried: one lane then issues a row at a time, and the others wait for it.
@@ -85,7 +85,7 @@ def make_ring(spec, geometry):
     k_distance, v_distance = (k_row_bytes, v_row_bytes) if is_fp8 else (k_pitch, v_pitch)  # where rows are copied to
     first_v = raw_v_offset if is_fp8 else v_offset
     copy_k_row, copy_v_row = (
-        make_copy_row(distance, lanes, steps, has_heads=has_heads)
+        make_copy_row(distance, lanes, steps, has_heads=has_heads, fills=not has_roles)
         for distance, steps in ((k_distance, k_steps), (v_distance, v_steps))
     )
     widen_k_row, widen_v_row = (
@@ -166,13 +166,18 @@ def make_ring(spec, geometry):
         return int32(int32(load_segment(record).request.num_keys) - int32(tile * keys_per_tile))
 
     @cuda.jit(device=True, forceinline=True)
+    def fetched_rows(rows):
+        """Of a tile from which on the request has so many rows: those, or all if the others become zeros."""
+        return rows if has_roles else int32(keys_per_tile)
+
+    @cuda.jit(device=True, forceinline=True)
     def copy_rows(me, args, shared, record, tile, target):
         """Begin to copy this warp's rows of a tile, and the indices of the tile that follows in its index slot."""
         ptx.unroll_loops()
         piece, segment, rows = me.lane % uint32(lanes), load_segment(record), rows_from(record, tile)
         pool_rows = cuda.local.array(passes, uint32)
         for i in range(passes):
-            row = my_row(me, i)
+            row, pool_rows[i] = my_row(me, i), uint32(0)
             if row < min(rows, int32(keys_per_tile)):
                 pool_rows[i] = ptx.load_shared_u32(index_place(shared, tile, row))
         cuda.syncwarp()  # all lanes have read the index of their row: it may be overwritten
@@ -185,16 +190,16 @@ def make_ring(spec, geometry):
                 ptx.cp_async_4(index_place(shared, tile, row), source)
         for i in range(passes):
             row = my_row(me, i)
-            if row < min(rows, int32(keys_per_tile)):
-                pool = pool_row(args, pool_rows[i])
+            if row < min(fetched_rows(rows), int32(keys_per_tile)):
+                pool, is_there = pool_row(args, pool_rows[i]), row < rows
                 copy_k_row(
                     args.k_cache, pool, args.k_cache_stride_slot, segment.kv_head, args.k_cache_stride_head, target,
-                    row, piece,
+                    row, piece, is_there,
                 )  # fmt: skip
                 if separate_v:
                     copy_v_row(
                         args.v_cache, pool, args.v_cache_stride_slot, segment.kv_head, args.v_cache_stride_head,
-                        target + uint32(first_v), row, piece,
+                        target + uint32(first_v), row, piece, is_there,
                     )  # fmt: skip
 
     @cuda.jit(device=True, forceinline=True)
@@ -219,7 +224,7 @@ def make_ring(spec, geometry):
         piece, rows, source = me.lane % uint32(lanes), rows_from(record, tile), raw_address(shared, tile)
         for i in range(passes):
             row = my_row(me, i)
-            if row < min(rows, int32(keys_per_tile)):
+            if row < min(fetched_rows(rows), int32(keys_per_tile)):
                 widen_k_row(source, target, row, piece)
                 if separate_v:
                     widen_v_row(source + uint32(raw_v_offset), target + uint32(v_offset), row, piece)

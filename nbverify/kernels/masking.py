@@ -4,75 +4,103 @@ Which keys a node sees is decided here alone: the one place to edit when a mask 
 
 For a request with prefix length c and n nodes, key j is a prefix token for j < c and draft j - c otherwise.
 A position outside ``custom_mask`` counts as hidden: a padded request's block may lie past the end of the buffer.
+
+A node's row of the mask is opened once, and then each key of it is one load that depends on nothing else and stands
+behind no branch: so all loads of a lane are on their way at the same time.  One after the other, each behind the
+comparison of the one before, those of a tile of drafts took longer than its products.
 """
 
-from numba import cuda, float32, int32, int64, uint32
+from typing import NamedTuple
+
+from numba import cuda, float32, int32, int64, uint32, uint64
 from numba.cuda import libdevice
 
+from nbverify.kernels import ptx
 from nbverify.kernels.softmax import LOG2_E, NEG_INF
 from nbverify.spec import Mask
 
 BITS_PER_WORD = 32
 
 
-@cuda.jit(device=True)
-def mask_entry(custom_mask, position):
-    """``custom_mask[position]`` as uint32; 0 outside the buffer.  64-bit: FULL blocks add up past 2^31."""
-    if position < 0 or position >= custom_mask.size:
-        return uint32(0)
-    return uint32(custom_mask[position])
+class MaskRow(NamedTuple):
+    """What is needed to say which keys a node sees.  One that is not of the request sees none."""
+
+    node: int  # int32; negative: none
+    prefix_len: int  # int32
+    num_keys: int  # int32
+    address: int  # of its entries in custom_mask, from the first key that the mask decides about on
+    num_entries: int  # uint32, of these, inside the buffer: bytes, or words of bits (PACKED)
 
 
-def make_visible(spec):
-    """``visible(args, mask_start, request, node, key) -> bool`` for keys in [0, c + n)."""
+def make_mask(spec):
+    """``open_row(args, mask_start, request, head_row) -> MaskRow`` and ``sees(row, key) -> bool``.
+
+    ``head_row`` counts (node, head in group) pairs of the request, node major, ``key`` (int32) from 0.
+    ``mask_start`` is the request's entry of ``mask_indptr``.
+    """
     # Plain bools: numba drops the branches of a constant that is false.
-    is_full, is_tree, is_packed, is_causal = (
-        spec.mask is layout for layout in (Mask.FULL, Mask.TREE, Mask.PACKED, Mask.CAUSAL)
-    )
-    prefix_visible = spec.prefix_visible
+    is_full, is_packed, is_causal = (spec.mask is layout for layout in (Mask.FULL, Mask.PACKED, Mask.CAUSAL))
+    reads_buffer, prefix_visible, group = spec.mask.reads_buffer, spec.prefix_visible, spec.group
 
-    def visible(args, mask_start, request, node, key):
-        draft = int64(key - request.prefix_len)
-        if prefix_visible and draft < 0:
-            return True
-        if is_full:
-            row_length = request.prefix_len + request.num_nodes
-            return mask_entry(args.custom_mask, mask_start + node * row_length + key) != uint32(0)
-        if is_tree:
-            return mask_entry(args.custom_mask, mask_start + node * request.num_nodes + draft) != uint32(0)
+    @cuda.jit(device=True, forceinline=True)
+    def open_row(args, mask_start, request, head_row):
+        node, prefix_len = int32(uint32(head_row) // uint32(group)), int32(request.prefix_len)
+        num_nodes = int32(request.num_nodes)
+        if head_row >= num_nodes * group:
+            node = int32(-1)
+        address, num_entries = uint64(0), uint32(0)
+        if reads_buffer:
+            length = int64(num_nodes)
+            if is_full:
+                length = request.prefix_len + request.num_nodes
+            if is_packed:
+                length = int64(uint32(num_nodes + (BITS_PER_WORD - 1)) // uint32(BITS_PER_WORD))
+            first = mask_start + int64(max(int32(0), node)) * length  # 64-bit: FULL blocks add up past 2^31
+            if is_full and prefix_visible:
+                first, length = first + request.prefix_len, int64(num_nodes)
+            if first >= 0:
+                num_entries = uint32(max(int64(0), min(length, int64(args.custom_mask.size) - first)))
+            address = ptx.global_address(args.custom_mask, first)
+        return MaskRow(node, prefix_len, int32(request.num_keys), address, num_entries)
+
+    @cuda.jit(device=True, forceinline=True)
+    def sees(row, key):
+        draft = int32(key - row.prefix_len)
+        seen = True
         if is_packed:
-            words_per_row = (request.num_nodes + BITS_PER_WORD - 1) // BITS_PER_WORD
-            word = mask_entry(args.custom_mask, mask_start + node * words_per_row + draft // BITS_PER_WORD)
-            return (word >> uint32(draft % BITS_PER_WORD)) & uint32(1) != uint32(0)
-        if is_causal:
-            return draft <= node
-        return True
+            entry = int32(draft >> 5)
+            is_there = uint32(entry) < row.num_entries
+            word = ptx.load_global_u32_if(row.address + uint64(int64(entry) * 4), uint32(is_there))
+            seen = (word >> (uint32(draft) % uint32(BITS_PER_WORD))) & uint32(1) != uint32(0)
+        elif reads_buffer:
+            entry = int32(key) if is_full and not prefix_visible else draft
+            is_there = uint32(entry) < row.num_entries
+            seen = ptx.load_global_u8_if(row.address + uint64(int64(entry)), uint32(is_there)) != uint32(0)
+        elif is_causal:
+            seen = draft <= row.node
+        if prefix_visible:
+            seen = seen | (draft < int32(0))
+        return seen & (key < row.num_keys) & (row.node >= int32(0))
 
-    return cuda.jit(device=True)(visible)
+    return open_row, sees
 
 
 def make_finish_score(spec):
-    """``finish_score(args, request, kv_head, mask_start, head_row, key, product)``: times log2(e), or -inf if hidden.
-
-    ``head_row`` counts (node, head in group) pairs of the request, node major; a row past the last node, or a key past
-    the last key, is hidden.  ``mask_start`` is the request's entry of ``mask_indptr``.
-    """
+    """``finish_score(args, request, kv_head, head_row, key, seen, product)``: times log2(e), or -inf if not seen."""
     group = spec.group
-    visible = make_visible(spec)
     change_score = _make_change_score(spec.score_mod)
     has_score_mod = spec.score_mod is not None
 
-    @cuda.jit(device=True)
-    def finish_score(args, request, kv_head, mask_start, head_row, key, product):
-        if head_row >= request.num_nodes * group or key >= request.num_keys:
-            return NEG_INF
-        node, head = head_row // group, kv_head * group + head_row % group
-        if not visible(args, mask_start, request, node, key):
-            return NEG_INF
+    @cuda.jit(device=True, forceinline=True)
+    def finish_score(args, request, kv_head, head_row, key, seen, product):
         if has_score_mod:
-            scaled = libdevice.fmul_rn(product, args.score_scale)
-            return libdevice.fmul_rn(change_score(scaled, request.number, head, node, key), LOG2_E)
-        return scale_score(args, product)
+            score = NEG_INF
+            if seen:
+                node, head = head_row // group, kv_head * group + head_row % group
+                scaled = libdevice.fmul_rn(product, args.score_scale)
+                score = libdevice.fmul_rn(change_score(scaled, request.number, head, node, key), LOG2_E)
+            return score
+        return scale_score(args, product) if seen else NEG_INF
 
     return finish_score
 

@@ -7,7 +7,6 @@ from nbverify.kernels import ptx
 from nbverify.kernels.scores import FRAG_BYTES
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import ZERO, log_sum_exp, weight
-from nbverify.kernels.tiles import FRAG_ROWS
 from nbverify.kernels.weights import LANES_PER_ROW, ROWS_PER_LANE, finish_row_sum, make_pack
 
 STATE_BYTES = 8
@@ -44,14 +43,15 @@ def make_write_states(spec, geometry):
 
 
 def make_finish_rows(spec, geometry):
-    """``finish_rows(me, args, shared, record, maxima, sums)``: the states of a warp's fragment, which are final."""
+    """``finish_rows(me, args, shared, record, maxima, sums)``: the states of a warp's rows, which are final."""
     write_states = make_write_states(spec, geometry)
+    rows, warp_rows = ROWS_PER_LANE * geometry.warp_frags, geometry.warp_rows
 
     @cuda.jit(device=True, forceinline=True)
     def finish_rows(me, args, shared, record, maxima, sums):
         ptx.unroll_loops()
-        lane, first_row = int32(me.lane), int32(int32(me.warp) * FRAG_ROWS)
-        for r in range(ROWS_PER_LANE):
+        lane, first_row = int32(me.lane), int32(int32(me.warp) * warp_rows)
+        for r in range(rows):
             total = finish_row_sum(sums[r])
             if lane % LANES_PER_ROW == 0:
                 row = int32(first_row + 8 * r + lane // LANES_PER_ROW)
@@ -67,33 +67,33 @@ def make_join_teams(spec, geometry):
     to its own, in the order of the key teams, and finishes the rows.  What is left lies in the ring, which is empty
     then: a block barrier before ``leave``, and one between the two.
     """
-    row_teams, key_teams, shared_frags = geometry.row_teams, geometry.key_teams, geometry.shared_frags
-    value_frags, states_offset, first_shared = geometry.value_frags, geometry.states_offset, row_teams - shared_frags
-    warp_bytes = value_frags * FRAG_BYTES
-    num_weights = ROWS_PER_LANE * key_teams
+    row_teams, key_teams, shared_warps = geometry.row_teams, geometry.key_teams, geometry.shared_warps
+    value_frags, states_offset, first_shared = geometry.value_frags, geometry.states_offset, row_teams - shared_warps
+    rows, warp_rows, num_frags = ROWS_PER_LANE * geometry.warp_frags, geometry.warp_rows, geometry.row_frags * value_frags
+    warp_bytes, num_weights = num_frags * FRAG_BYTES, rows * key_teams
     write_states = make_write_states(spec, geometry)
 
     @cuda.jit(device=True, forceinline=True)
     def warp_of(warp, team):
-        """The warp that shares the fragment of ``warp``, its first one, as team ``team`` > 0."""
-        return int32(row_teams + (team - 1) * shared_frags + (warp - first_shared))
+        """The warp that shares the rows of ``warp``, their first one, as team ``team`` > 0."""
+        return int32(row_teams + (team - 1) * shared_warps + (warp - first_shared))
 
     @cuda.jit(device=True, forceinline=True)
     def state_address(shared, warp, row):
-        return uint32(shared + uint32(states_offset + (warp * FRAG_ROWS + row) * STATE_BYTES))
+        return uint32(shared + uint32(states_offset + (warp * warp_rows + row) * STATE_BYTES))
 
     @cuda.jit(device=True, forceinline=True)
     def leave(me, shared, maxima, sums, o):
         ptx.unroll_loops()
         lane, warp = int32(me.lane), int32(me.warp)
-        for r in range(ROWS_PER_LANE):
+        for r in range(rows):
             total = finish_row_sum(sums[r])
             if lane % LANES_PER_ROW == 0:
                 target = state_address(shared, warp, 8 * r + lane // LANES_PER_ROW)
                 ptx.store_shared_f32(target, maxima[r])
                 ptx.store_shared_f32(target + uint32(4), total)
         target = uint32(shared + uint32((warp - row_teams) * warp_bytes + lane * 16))
-        for f in range(value_frags):
+        for f in range(num_frags):
             at = 4 * f
             ptx.store_shared_v4_f32(target + uint32(f * FRAG_BYTES), (o[at], o[at + 1], o[at + 2], o[at + 3]))
 
@@ -102,29 +102,30 @@ def make_join_teams(spec, geometry):
         ptx.unroll_loops()
         lane, warp = int32(me.lane), int32(me.warp)
         w = cuda.local.array(num_weights, float32)
-        for r in range(ROWS_PER_LANE):
+        for r in range(rows):
             row = int32(lane // LANES_PER_ROW + 8 * r)
             own_total = finish_row_sum(sums[r])
             highest = maxima[r]
             for team in range(1, key_teams):
-                w[team * ROWS_PER_LANE + r] = ptx.load_shared_f32(state_address(shared, warp_of(warp, team), row))
-                highest = max(highest, w[team * ROWS_PER_LANE + r])
+                w[team * rows + r] = ptx.load_shared_f32(state_address(shared, warp_of(warp, team), row))
+                highest = max(highest, w[team * rows + r])
             w[r] = weight(maxima[r], highest)
             total = libdevice.fmul_rn(w[r], own_total)
             for team in range(1, key_teams):
-                w[team * ROWS_PER_LANE + r] = weight(w[team * ROWS_PER_LANE + r], highest)
+                w[team * rows + r] = weight(w[team * rows + r], highest)
                 x = ptx.load_shared_f32(state_address(shared, warp_of(warp, team), row) + uint32(4))
-                total = cuda.fma(w[team * ROWS_PER_LANE + r], x, total)
+                total = cuda.fma(w[team * rows + r], x, total)
             if lane % LANES_PER_ROW == 0:
-                write_states(args, shared, record, int32(warp * FRAG_ROWS + row), highest, total)
-        for f in range(value_frags):
+                write_states(args, shared, record, int32(warp * warp_rows + row), highest, total)
+        for f in range(num_frags):
+            first = f // value_frags * ROWS_PER_LANE  # of the lane's rows that this fragment has
             for i in range(4):
-                o[4 * f + i] = libdevice.fmul_rn(o[4 * f + i], w[i // 2])
+                o[4 * f + i] = libdevice.fmul_rn(o[4 * f + i], w[first + i // 2])
             for team in range(1, key_teams):
                 source = (warp_of(warp, team) - row_teams) * warp_bytes + f * FRAG_BYTES + lane * 16
                 x = ptx.load_shared_v4_f32(shared + uint32(source))
                 for i in range(4):
-                    o[4 * f + i] = cuda.fma(w[team * ROWS_PER_LANE + i // 2], x[i], o[4 * f + i])
+                    o[4 * f + i] = cuda.fma(w[team * rows + first + i // 2], x[i], o[4 * f + i])
 
     return leave, join
 
@@ -133,7 +134,7 @@ def make_write_outputs(spec, geometry):
     """``write_outputs(me, args, shared, record, o)``: the warp's rows and columns, as results or as partial states."""
     row_frags, value_frags, has_roles = geometry.row_frags, geometry.value_frags, geometry.has_roles
     rows_per_tile, head_dim_v, group = geometry.rows_per_tile, spec.head_dim_v, spec.group
-    score_warps, finals_offset = geometry.score_warps, geometry.finals_offset
+    score_warps, finals_offset, warp_rows = geometry.score_warps, geometry.finals_offset, geometry.warp_rows
     rows = 2 * row_frags
     pack = make_pack(spec.dtype)
 
@@ -145,7 +146,7 @@ def make_write_outputs(spec, geometry):
         if has_roles:
             column = int32(column + (warp - score_warps) * (value_frags * 8))
         else:
-            row = int32(row + warp * FRAG_ROWS)
+            row = int32(row + warp * warp_rows)
         segment = load_segment(record)
         first = int32(int32(segment.first_row) + row)
         left = int32(int32(segment.request.num_nodes * group) - first)  # rows of the request from this one on

@@ -417,6 +417,20 @@ def load_global_u32(typingctx, address):
 
 
 @intrinsic
+def load_global_u8_if(typingctx, address, condition):
+    """1 byte where the condition (u32) is not 0; else 0, and no access: global -> u32.  See ``load_global_v4_f32_if``."""
+    text = "{\n.reg .pred yes;\nsetp.ne.u32 yes, $2, 0;\nmov.u32 $0, 0;\n@yes ld.global.u8 $0, [$1];\n}"
+    return _emit(text, u32, (address, u64), (condition, u32), early=True)
+
+
+@intrinsic
+def load_global_u32_if(typingctx, address, condition):
+    """``load_global_u32`` where the condition (u32) is not 0; else 0, and no access."""
+    text = "{\n.reg .pred yes;\nsetp.ne.u32 yes, $2, 0;\nmov.u32 $0, 0;\n@yes ld.global.u32 $0, [$1];\n}"
+    return _emit(text, u32, (address, u64), (condition, u32), early=True)
+
+
+@intrinsic
 def load_global_v4_u32(typingctx, address):
     """16 bytes, 16-byte aligned: global -> u32[4].
 

@@ -9,15 +9,16 @@ from nbverify.kernels.rows import make_advance, make_swizzle
 CHUNK_BYTES = 16  # of a cp.async
 
 
-def make_copy_row(pitch, lanes, steps, *, has_heads):
-    """``copy_row(pool, pool_row, row_stride, kv_head, head_stride, target, row, piece)``: begin to copy a row.
+def make_copy_row(pitch, lanes, steps, *, has_heads, fills):
+    """``copy_row(pool, pool_row, row_stride, kv_head, head_stride, target, row, piece, is_there)``: begin to copy a row.
 
     Its pieces of 16 bytes that are this lane's, ``lanes`` lanes side by side.  ``target`` is where row 0 lies.
+    ``fills``: a row that is not there becomes zeros, else it is not asked for.
     """
     swizzle, advance = make_swizzle(pitch), make_advance(pitch)
 
     @cuda.jit(device=True, forceinline=True)
-    def copy_row(pool, pool_row, row_stride, kv_head, head_stride, target, row, piece):
+    def copy_row(pool, pool_row, row_stride, kv_head, head_stride, target, row, piece, is_there):
         ptx.unroll_loops()
         # 64-bit: it passes 2^31 in a pool of 4 GB.  Opaque: else the stride's bytes are kept over the whole walk.
         start = ptx.opaque_u64(uint64(pool_row) * uint64(row_stride))
@@ -28,7 +29,11 @@ def make_copy_row(pitch, lanes, steps, *, has_heads):
         place = uint32(target + uint32(row * pitch) + (mine ^ swizzle(row)))
         for step in range(steps):
             at = step * lanes * CHUNK_BYTES
-            ptx.cp_async_16(advance(place, at), source + uint64(at))
+            if fills:
+                source_bytes = uint32(CHUNK_BYTES) if is_there else uint32(0)
+                ptx.cp_async_16_zfill(advance(place, at), source + uint64(at), source_bytes)
+            else:
+                ptx.cp_async_16(advance(place, at), source + uint64(at))
 
     return copy_row
 

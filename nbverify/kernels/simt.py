@@ -34,7 +34,7 @@ from nbverify.kernels.formats import make_narrow, make_widen
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.indices import load_index
 from nbverify.kernels.kv_tiles import make_copy_tile
-from nbverify.kernels.masking import make_finish_score
+from nbverify.kernels.masking import make_finish_score, make_mask
 from nbverify.kernels.schedule import make_schedule
 from nbverify.kernels.softmax import (
     NEG_INF,
@@ -77,6 +77,7 @@ def make_split_phase(spec, geometry, schedule):
     widen, narrow = make_widen(spec.dtype), make_narrow(spec.dtype)
     copy_tile = make_copy_tile(spec, geometry)
     finish_score = make_finish_score(spec)
+    open_row, sees = make_mask(spec)
 
     @cuda.jit(device=True)
     def copy_queries(args, request, kv_head, first_row, rows_here, q_tile):
@@ -182,7 +183,8 @@ def make_split_phase(spec, geometry, schedule):
                 dot_products(q_rows, k_tile, scores)
                 for r in range(rows_per_warp):
                     head_row, key = first_row + warp_row + r, first_key + lane
-                    score = finish_score(args, request, kv_head, mask_start, head_row, key, scores[r])
+                    seen = sees(open_row(args, mask_start, request, head_row), int32(key))
+                    score = finish_score(args, request, kv_head, head_row, key, seen, scores[r])
                     maximum = max(maxima[r], warp_max(score))
                     p = weight(score, maximum)
                     factors[r] = weight(maxima[r], maximum)

@@ -1,34 +1,35 @@
-"""Who does what among teams: which row fragment, which keys of a tile and which tiles are a warp's (see tiles.py).
+"""Who does what among teams: which rows, which keys of a tile and which tiles are a warp's (see tiles.py).
 
-The first ``row_teams`` warps have a fragment each.  Every further one shares the fragment of one of the last
-``shared_frags`` of them: with its own keys of each tile, or, where only some fragments are shared, with its own tiles.
+The first ``row_teams`` warps have rows each, ``warp_rows`` of them.  Every further one shares those of one of the last
+``shared_warps``: with its own keys of each tile, or, where only some rows are shared, with its own tiles.
 """
 
 from numba import cuda, uint32
 
 
 def make_find_team(geometry):
-    """``find_fragment(warp)``: the row fragment of a warp; ``find_team(warp)``: 0 for its first warp, then 1, 2 .."""
-    row_teams, shared_frags = geometry.row_teams, geometry.shared_frags
+    """``find_first_row(warp)``: of its rows in the tile; ``find_team(warp)``: 0 for their first warp, then 1, 2 .."""
+    row_teams, shared_warps, warp_rows = geometry.row_teams, geometry.shared_warps, geometry.warp_rows
 
     @cuda.jit(device=True, forceinline=True)
-    def find_fragment(warp):
-        if warp < uint32(row_teams):
-            return uint32(warp)
-        return uint32(uint32(row_teams - shared_frags) + (warp - uint32(row_teams)) % uint32(shared_frags))
+    def find_first_row(warp):
+        owner = uint32(warp)
+        if warp >= uint32(row_teams):
+            owner = uint32(uint32(row_teams - shared_warps) + (warp - uint32(row_teams)) % uint32(shared_warps))
+        return uint32(owner * uint32(warp_rows))
 
     @cuda.jit(device=True, forceinline=True)
     def find_team(warp):
         if warp < uint32(row_teams):
             return uint32(0)
-        return uint32(uint32(1) + (warp - uint32(row_teams)) // uint32(shared_frags))
+        return uint32(uint32(1) + (warp - uint32(row_teams)) // uint32(shared_warps))
 
-    return find_fragment, find_team
+    return find_first_row, find_team
 
 
 def make_find_first_key(geometry):
     """``find_first_key(warp)``: where in each of its tiles the ``team_keys`` keys of a warp start."""
-    team_keys, by_tiles = geometry.team_keys, geometry.tail_frags > 0
+    team_keys, by_tiles = geometry.team_keys, geometry.tail_warps > 0
     _, find_team = make_find_team(geometry)
 
     @cuda.jit(device=True, forceinline=True)
@@ -42,8 +43,8 @@ def make_find_first_key(geometry):
 
 def make_takes_tile(geometry):
     """``takes_tile(warp, i)``: whether tile ``i`` of a segment, counted from 0, is one of the warp's."""
-    key_teams, by_tiles = geometry.key_teams, geometry.tail_frags > 0
-    first_shared = geometry.row_teams - geometry.shared_frags
+    key_teams, by_tiles = geometry.key_teams, geometry.tail_warps > 0
+    first_shared = geometry.row_teams - geometry.shared_warps
     _, find_team = make_find_team(geometry)
 
     @cuda.jit(device=True, forceinline=True)

@@ -2,11 +2,11 @@
 
 Two ways to share a tile among the warps of a block, both in row fragments of 16 query rows:
 
-    teams   (head dims up to 256) every warp does everything for one row fragment: scores, softmax, and all columns of
-            the output.  Up to four fragments are shared by ``key_teams`` warps each, which take different keys of a
-            tile.  Of more, only the last one or two are (``tail_frags``), where an SM quarter would else have a warp
-            more than the others: their warps take whole tiles in turn.  Warps that share rows are merged at the end of
-            a segment.
+    teams   (head dims up to 256) every warp does everything for its rows, one fragment or two: scores, softmax, and
+            all columns of the output.  Up to four such warps are joined by others for the same rows, ``key_teams`` in
+            all, which take different keys of a tile.  Of more, only the last one or two are (``tail_warps``), where an
+            SM quarter would else have a warp more than the others: these take whole tiles in turn.  Warps that share
+            rows are merged at the end of a segment.
     roles   (MLA) a row's 512 output columns do not fit beside its queries, so the work is split by kind:
             ``row_frags`` score warps, one a fragment, keep the queries and make the weights P;
             ``value_warps`` value warps, each with its slice of the columns for all rows, keep the outputs and also
@@ -41,6 +41,8 @@ LINE_BYTES = 128  # of all banks of shared memory
 PAD_BYTES = 16  # after each row that is not of whole lines (rows.py)
 LINE_STEPS = LINE_BYTES // 32  # k16 steps of a line
 MAX_WARPS = 8  # 255 registers a thread
+MIN_PAIRED_FRAGS = 7  # from so many on a warp of a team has two
+MAX_PAIRED_DIM = 128  # accumulators of 32 rows x 128 columns: 128 registers
 MAX_ROLE_FRAGS = 4  # 64 rows
 MAX_LEAN_WARPS = 12  # 168 registers a thread
 MAX_TEAMS = 15  # named barriers
@@ -88,12 +90,13 @@ class MmaGeometry:
 
         ring        [stages] of a key tile: K rows, then V rows if they are apart, as kernels/rows.py has them
         raw         [raw_stages] of a key tile as the pool has it (fp8): K rows, then V rows, not padded
+        query rows  [rows_per_tile]  as kernels/rows.py has them (teams of two fragments a warp)
         weights     [2, team_keys / 16, row_frags, lanes, 4]  P as mma fragments, 32-bit pairs (roles)
         factors     [2, rows_per_tile]  float32, rescaling of a row's output by the last tile (roles)
         flags       [2, 4]  uint32, one a score warp: some factor is not 1 (roles)
         indices     [index_slots, keys_per_tile]  uint32, pool rows of the tiles to come
         exchange    [2, row_frags, column_parts - 1, key_frags, lanes, 4]  float32, parts of scores
-        states      [warps, 16, 2]  float32, (m, l) of a warp's rows (if there are several key teams)
+        states      [warps, warp_rows, 2]  float32, (m, l) of a warp's rows (if there are several key teams)
         finals      [rows_per_tile]  float32, factors of the rows' outputs
         queries     [score warps, query_rest, lanes, 4]  32-bit pairs: fragments for which there is no register
         barriers    [2 stages]  8 bytes each
@@ -107,12 +110,13 @@ class MmaGeometry:
     head_dim_qk: int
     head_dim_v: int
     shared_kv: bool
-    row_frags: int  # teams: 1
+    row_frags: int  # whose outputs a warp has; teams: 1 or 2
     value_warps: int  # teams: 0
     row_teams: int  # roles: 1
     key_teams: int  # roles: 1
     team_keys: int
-    tail_frags: int  # teams: of row_teams, the last fragments, which key_teams warps share by tiles; 0: all, by keys
+    tail_warps: int  # teams: of row_teams, the last, whose rows key_teams warps share by tiles; 0: all, by keys
+    key_pieces: int  # teams: parts of team_keys, the weights of one made among the products of another
     column_parts: int  # score warps that share their fragments, each with a part of the columns; teams: 1
     cache_bytes: int  # of an element in the pool: 2, or 1 for fp8
     stages: int
@@ -132,12 +136,27 @@ class MmaGeometry:
         """Warps of a block."""
         if self.has_roles:
             return self.row_frags + self.value_warps
-        return self.row_teams + (self.key_teams - 1) * self.shared_frags
+        return self.row_teams + (self.key_teams - 1) * self.shared_warps
 
     @property
-    def shared_frags(self) -> int:
-        """Teams: the last fragments of a tile, those that ``key_teams`` warps share."""
-        return self.tail_frags or self.row_teams
+    def shared_warps(self) -> int:
+        """Teams: of the first ``row_teams`` warps the last, whose rows ``key_teams`` warps share."""
+        return self.tail_warps or self.row_teams
+
+    @property
+    def score_frags(self) -> int:
+        """Row fragments that a warp multiplies keys with."""
+        return self.column_parts if self.has_roles else self.row_frags
+
+    @property
+    def warp_frags(self) -> int:
+        """Row fragments whose weights a warp makes."""
+        return 1 if self.has_roles else self.row_frags
+
+    @property
+    def warp_rows(self) -> int:
+        """Query rows of these."""
+        return FRAG_ROWS * self.warp_frags
 
     @property
     def first_fetching_warp(self) -> int:
@@ -162,7 +181,7 @@ class MmaGeometry:
     @property
     def keys_per_tile(self) -> int:
         """Keys of a tile."""
-        return self.team_keys * (1 if self.tail_frags else self.key_teams)
+        return self.team_keys * (1 if self.tail_warps else self.key_teams)
 
     @property
     def copied_rows(self) -> int:
@@ -207,9 +226,14 @@ class MmaGeometry:
         return run_steps_of(self.column_parts)
 
     @property
+    def piece_keys(self) -> int:
+        """Keys whose scores a warp has at a time."""
+        return self.team_keys // self.key_pieces
+
+    @property
     def key_frags(self) -> int:
-        """n8 tiles of the scores."""
-        return self.team_keys // 8
+        """n8 tiles of the scores of a piece."""
+        return self.piece_keys // 8
 
     @property
     def value_frags(self) -> int:
@@ -219,7 +243,7 @@ class MmaGeometry:
     @property
     def score_mma(self) -> int:
         """mma instructions of a warp for the scores of a tile."""
-        return self.query_steps * self.key_frags
+        return self.warp_frags * self.query_steps * self.key_frags * self.key_pieces
 
     @property
     def value_mma(self) -> int:
@@ -302,9 +326,24 @@ class MmaGeometry:
         return self.raw_stages or self.stages
 
     @property
+    def keeps_query_rows(self) -> bool:
+        """Query rows stay in shared memory, where all warps that share them read them; none is kept in registers."""
+        return not self.has_roles and self.row_frags > 1
+
+    @property
+    def query_rows_offset(self) -> int:
+        """First byte of the query rows."""
+        return self.raw_offset + self.raw_stages * self.raw_slot_bytes
+
+    @property
+    def query_pitch(self) -> int:
+        """Distance of query rows that stay."""
+        return row_pitch(2 * self.head_dim_qk)
+
+    @property
     def weights_offset(self) -> int:
         """First byte of P."""
-        return self.raw_offset + self.raw_stages * self.raw_slot_bytes
+        return self.query_rows_offset + (self.rows_per_tile * self.query_pitch if self.keeps_query_rows else 0)
 
     @property
     def weights_bytes(self) -> int:
@@ -344,7 +383,7 @@ class MmaGeometry:
     @property
     def finals_offset(self) -> int:
         """First byte of the rows' factors."""
-        return self.states_offset + (8 * self.warps * FRAG_ROWS if self.key_teams > 1 else 0)
+        return self.states_offset + (8 * self.warps * self.warp_rows if self.key_teams > 1 else 0)
 
     @property
     def queries_offset(self) -> int:
@@ -358,12 +397,14 @@ class MmaGeometry:
 
     @property
     def query_rest(self) -> int:
-        """Query fragments of a score warp, 16 rows x 16 columns, that stay in shared memory."""
-        return self.query_steps - self.query_steps_kept
+        """Query fragments of a score warp, 16 rows x 16 columns, that stay in shared memory of its own."""
+        return 0 if self.keeps_query_rows else self.query_steps - self.query_steps_kept
 
     @property
     def staging_parts(self) -> int:
         """How many times the score warps pass a part of their query columns through the ring: the fewest that fit."""
+        if self.keeps_query_rows:
+            return 1
         wholes = [
             n
             for n in (1, 2, 3, 4, 6)
@@ -385,7 +426,7 @@ class MmaGeometry:
     @property
     def staging_slots(self) -> int:
         """Slots of the ring that query rows pass through, 16 of each score warp."""
-        return self._staging_slots_of(self.staging_parts)
+        return 0 if self.keeps_query_rows else self._staging_slots_of(self.staging_parts)
 
     def _staging_pitch_of(self, parts: int) -> int:
         return row_pitch(2 * self.head_dim_qk // parts)
@@ -422,7 +463,7 @@ class MmaGeometry:
     @property
     def team_merge_bytes(self) -> int:
         """Of the ring, at the end of a segment: outputs of the teams that share rows, all but the first."""
-        return (self.key_teams - 1) * self.shared_frags * FRAG_ROWS * self.head_dim_v * 4
+        return (self.key_teams - 1) * self.shared_warps * self.warp_rows * self.head_dim_v * 4
 
     def fits(self, shared_bytes: int) -> bool:
         """Whether a block finds room, and the ring is large enough for what passes through it beside keys."""
@@ -457,6 +498,8 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         five fragments on a block has one warp for each, and the slowest SM quarter sets the pace: nine warps would have
         three in one quarter and two in the others.  So the one or two fragments past a multiple of four are shared by
         four warps, one in each quarter, which take tiles in turn (1 x 33 x 32/8 x 128 at 32k: 95 instead of 104 us).
+        From seven fragments on shared memory sets the pace: each warp reads all keys and values.  So a warp has two
+        fragments where its registers hold their outputs, and the same rule goes for warps of 32 rows.
     Stages
         All that fit.  Two tiles are in use at a time, the others are on their way.  An fp8 tile is on its way in its
         own, smaller slots, and the ring has just what is in use and the tile that is being widened.
@@ -478,21 +521,16 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
             )
     else:
         most = MAX_LEAN_WARPS if spec.head_dim_v // 2 + spec.head_dim_qk // 4 <= 96 else MAX_WARPS
-    heights = dict.fromkeys(-(-frags // n) for n in range(-(-frags // most), frags + 1))  # from the tallest down
     shapes: list[dict[str, int]] = []
-    for height in heights:
-        if has_roles:
+    if has_roles:
+        for height in _heights(frags, most):
             shapes += [_roles(height, value_warps, keys) for keys in (MAX_ROLE_TILE_KEYS, FRAG_KEYS)]
-        elif height > SM_QUARTERS:
-            tail = height % SM_QUARTERS if height % SM_QUARTERS <= SM_QUARTERS // 2 else 0
-            teams = SM_QUARTERS // tail if tail else 1
-            shapes += [_teams(height, teams, MAX_TILE_KEYS // n, tail) for n in (1, 2, 4)]
-        else:
-            teams = MAX_WARPS // height
-            while teams > 0:
-                keys = [max(FRAG_KEYS, MAX_TILE_KEYS // teams // n // FRAG_KEYS * FRAG_KEYS) for n in (1, 2, 4)]
-                shapes += [_teams(height, teams, n) for n in dict.fromkeys(keys)]
-                teams //= 2
+    else:
+        if frags >= MIN_PAIRED_FRAGS and spec.head_dim_v <= MAX_PAIRED_DIM:
+            for height in _heights(-(-frags // 2), MAX_WARPS):
+                shapes += _teams(height, 2)
+        for height in _heights(frags, most):
+            shapes += _teams(height, 1)
     for shape in shapes:
         tiles = MmaGeometry(
             head_dim_qk=spec.head_dim_qk,
@@ -515,18 +553,37 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
     return tiles  # check_shared_memory says by how much it does not fit
 
 
+def _heights(rows: int, most: int) -> list[int]:
+    """Heights of equal row tiles, of ``most`` or less, that together have ``rows``: from the tallest down."""
+    return list(dict.fromkeys(-(-rows // n) for n in range(-(-rows // most), rows + 1)))
+
+
 def _roles(row_frags: int, value_warps: int, keys: int) -> dict[str, int]:
     return {
         "row_frags": row_frags, "value_warps": value_warps,
-        "row_teams": 1, "key_teams": 1, "team_keys": keys, "tail_frags": 0,
+        "row_teams": 1, "key_teams": 1, "team_keys": keys, "tail_warps": 0, "key_pieces": 1,
     }  # fmt: skip
 
 
-def _teams(height: int, key_teams: int, keys: int, tail_frags: int = 0) -> dict[str, int]:
-    return {
-        "row_frags": 1, "value_warps": 0,
-        "row_teams": height, "key_teams": key_teams, "team_keys": keys, "tail_frags": tail_frags,
-    }  # fmt: skip
+def _teams(height: int, row_frags: int) -> list[dict[str, int]]:
+    """Tiles of ``height`` warps, with those that share their rows: from the one with the most keys down."""
+    shapes = []
+    if height > SM_QUARTERS:
+        tail = height % SM_QUARTERS if height % SM_QUARTERS <= SM_QUARTERS // 2 else 0
+        shapes = [(SM_QUARTERS // tail if tail else 1, MAX_TILE_KEYS // n, tail) for n in (1, 2, 4)]
+    else:
+        teams = MAX_WARPS // height
+        while teams > 0:
+            keys = [max(FRAG_KEYS, MAX_TILE_KEYS // teams // n // FRAG_KEYS * FRAG_KEYS) for n in (1, 2, 4)]
+            shapes += [(teams, n, 0) for n in dict.fromkeys(keys)]
+            teams //= 2
+    return [
+        {
+            "row_frags": row_frags, "value_warps": 0, "row_teams": height, "key_teams": key_teams, "team_keys": keys,
+            "tail_warps": tail, "key_pieces": 2 if row_frags > 1 and keys > FRAG_KEYS else 1,
+        }
+        for key_teams, keys, tail in shapes
+    ]  # fmt: skip
 
 
 def with_stages(tiles: MmaGeometry, stages: int) -> MmaGeometry:
@@ -562,6 +619,8 @@ def column_parts_of(row_frags: int, query_steps: int) -> int:
 
 def query_steps_in_registers(tiles: MmaGeometry) -> int:
     """How many fragments of the queries a warp keeps; the rest it reads from shared memory for each tile."""
+    if tiles.keeps_query_rows:
+        return 0
     # Of this tile; with roles also of the last one, and of this one for all fragments that are shared.
     scores = (1 + tiles.column_parts if tiles.has_roles else 1) * 4 * tiles.key_frags
     outputs = 0 if tiles.has_roles else 4 * tiles.value_frags

@@ -6,7 +6,9 @@ of row fragment m and columns 8 j to 8 j + 7 of the slice (rows g and g + 8, col
 A weight of 0 must not let a value through, but 0 times NaN is NaN in an mma.  Where every row sees every key that does
 not matter: a NaN then belongs to all rows.  In a *checked* tile, where keys may be hidden (the draft part, and what
 stands behind the last key), values that are not finite are taken out: with roles in shared memory, where only one warp
-reads a value and the scores of the tile are done with; with teams out of the operand.
+reads a value and the scores of the tile are done with; with teams out of the operand, by a second program, but only if
+``find_non_finite`` has found one.  The usual tile so runs through instructions that are there already: fetching others
+from memory takes longer than what they do.
 
     shared K/V   and nothing more: V is part of the K row, so a row that sees the key has a score that is not finite,
                  and with it a sum that is not: it is spoiled already, in all columns.
@@ -50,16 +52,19 @@ def make_rescale(geometry):
     return rescale
 
 
-def make_multiply_values(spec, geometry, *, checked):
-    """``multiply_values(me, shared, parity, tile, p, o)``: o += P V; ``tile`` is the address of its V rows.
+def make_multiply_values(spec, geometry, *, cleans=False):
+    """``multiply_values(me, shared, parity, tile, p, o, begin, end)``: o += P V, of ``count`` pieces those from
+    ``begin`` to ``end``; and ``count``.  ``tile`` is the address of the V rows of the tile, or of a piece of its keys.
 
-    ``p`` are the warp's own weights (teams); with roles they are read from shared memory.
+    ``p`` are the warp's own weights (teams); with roles they are read from shared memory.  ``cleans``: takes out what is
+    not finite.
     """
     row_frags, value_frags, key_frags = geometry.row_frags, geometry.value_frags, geometry.key_frags
-    team_keys, score_warps, find_first_key = geometry.team_keys, geometry.row_frags, make_find_first_key(geometry)
+    piece_keys, score_warps, find_first_key = geometry.piece_keys, geometry.row_frags, make_find_first_key(geometry)
     v_pitch, weights_offset, weights_bytes = geometry.v_pitch, geometry.weights_offset, geometry.weights_bytes
     has_roles, separate_v = geometry.has_roles, geometry.separate_v
-    key_steps, column_pairs, num_registers = team_keys // 16, value_frags // 2, 4 * row_frags
+    column_pairs, num_registers = value_frags // 2, 4 * row_frags
+    count = piece_keys // 16 * column_pairs
     ahead = geometry.steps_ahead
     num_fragments = 4 * (ahead + 1)
     multiply, swizzle, advance = make_multiply(spec.dtype), make_swizzle(v_pitch), make_advance(v_pitch)
@@ -90,7 +95,7 @@ def make_multiply_values(spec, geometry, *, checked):
         fragments[at], fragments[at + 1], fragments[at + 2], fragments[at + 3] = x[0], x[1], x[2], x[3]
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_values(me, shared, parity, tile, p, o):
+    def multiply_values(me, shared, parity, tile, p, o, begin, end):
         ptx.unroll_loops()
         lane, warp = me.lane, me.warp
         # Matrices of the ldmatrix: keys 0-7 and 8-15 of the first 8 columns, then of the next 8.
@@ -101,16 +106,16 @@ def make_multiply_values(spec, geometry, *, checked):
             key = uint32(key + find_first_key(warp))
         values = uint32(tile + key * uint32(v_pitch) + (column ^ swizzle(key)))
         a, fragments = cuda.local.array(num_registers, uint32), cuda.local.array(num_fragments, uint32)
-        for i in range(min(ahead, key_steps * column_pairs)):
+        for i in range(begin, min(begin + ahead, end)):
             load_piece(values, i, fragments)
-        for i in range(key_steps * column_pairs):
+        for i in range(begin, end):
             step, pair, here = i // column_pairs, i % column_pairs, i % (ahead + 1) * 4
-            if pair == 0:
+            if pair == 0 or i == begin:
                 load_weights(me, shared, parity, step, p, a)
-            if i + ahead < key_steps * column_pairs:
+            if i + ahead < end:
                 load_piece(values, i + ahead, fragments)
             b = (fragments[here], fragments[here + 1], fragments[here + 2], fragments[here + 3])
-            if checked:
+            if cleans:
                 clean = (
                     without_non_finite(b[0]), without_non_finite(b[1]),
                     without_non_finite(b[2]), without_non_finite(b[3]),
@@ -127,7 +132,34 @@ def make_multiply_values(spec, geometry, *, checked):
                     c = multiply(w, (b[2 * j], b[2 * j + 1]), (o[at], o[at + 1], o[at + 2], o[at + 3]))
                     o[at], o[at + 1], o[at + 2], o[at + 3] = c[0], c[1], c[2], c[3]
 
-    return multiply_values
+    return multiply_values, count
+
+
+def make_find_non_finite(spec, geometry):
+    """``find_non_finite(me, tile)``: whether a value of the warp's keys is infinite or NaN (teams).
+
+    ``tile`` is the address of its V rows.
+    """
+    team_keys, v_pitch, chunks = geometry.team_keys, geometry.v_pitch, geometry.value_frags  # chunks of 16 bytes a row
+    exponent, find_first_key = EXPONENT[spec.dtype], make_find_first_key(geometry)
+    lowest = (exponent & -exponent) * 0x10001  # of both exponents of a pair: added to all set, the bit above is set
+    exponents, above = exponent * 0x10001, SIGN * 0x10001
+
+    @cuda.jit(device=True, forceinline=True)
+    def find_non_finite(me, tile):
+        first = uint32(tile + find_first_key(me.warp) * uint32(v_pitch))
+        found, i = uint32(0), me.lane
+        # Opaque: unrolled it would be long, and it is run rarely.
+        end = ptx.opaque_u32(uint32(team_keys * chunks))
+        while i < end:
+            # Where in its line of banks a chunk lies does not matter.
+            x = ptx.load_shared_v4_u32(first + i // uint32(chunks) * uint32(v_pitch) + i % uint32(chunks) * uint32(16))
+            for n in range(4):
+                found = uint32(found | ((x[n] & uint32(exponents)) + uint32(lowest)))
+            i = uint32(i + uint32(WARP))
+        return cuda.any_sync(uint32(FULL_WARP), (found & uint32(above)) != uint32(0))
+
+    return find_non_finite
 
 
 def make_clean_values(spec, geometry):

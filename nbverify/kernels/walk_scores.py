@@ -9,7 +9,7 @@ from nbverify.kernels.scores import make_exchange, make_load_queries, make_multi
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
 from nbverify.kernels.tiles import FRAG_ROWS
-from nbverify.kernels.weights import ONE, ROWS_PER_LANE, make_publish_weights, make_weigh
+from nbverify.kernels.weights import ONE, ROWS_PER_LANE, make_multiply_and_weigh, make_publish_weights, make_weigh, make_weigh_alone
 
 
 def make_walk_scores(spec, geometry, ring):
@@ -17,10 +17,6 @@ def make_walk_scores(spec, geometry, ring):
     keys_per_tile, threads, key_frags = geometry.keys_per_tile, geometry.threads, geometry.key_frags
     steps, parts, num_queries = geometry.part_steps, geometry.column_parts, max(1, 4 * geometry.query_steps_kept)
     num_fragments = (geometry.steps_ahead + 1) * step_registers_of(geometry)
-    # Products before the weights begin, before they are raised, and among the weights of eight keys each.
-    lead = steps // 9
-    raised_at = 2 * lead
-    last_piece = raised_at + key_frags * ((steps - raised_at) // (key_frags + 1))
     num_scores, num_weights, group = 4 * key_frags, 2 * key_frags, spec.group
     num_products = parts * num_scores
     always_checked = spec.score_mod is not None or not spec.prefix_visible
@@ -28,10 +24,11 @@ def make_walk_scores(spec, geometry, ring):
     request_queries, load_queries = make_load_queries(spec, geometry)
     multiply_keys = make_multiply_keys(spec, geometry)
     send, add = make_exchange(geometry)
-    scale, find_largest, raise_maxima, weigh = make_weigh(spec, geometry)
+    weighing = make_weigh(spec, geometry)
+    scale, weigh_alone = weighing[0], make_weigh_alone(geometry, weighing)
     publish_weights = make_publish_weights(geometry)
     finish_rows = make_finish_rows(spec, geometry)
-    multiply_and_weigh = _make_multiply_and_weigh(multiply_keys, weigh, raised_at, last_piece, key_frags)
+    multiply_and_weigh = make_multiply_and_weigh(geometry, multiply_keys, steps, weighing)
 
     @cuda.jit(device=True, forceinline=True)
     def walk_rows(me, args, shared, record, turn):
@@ -50,7 +47,6 @@ def make_walk_scores(spec, geometry, ring):
         own, s = cuda.local.array(num_scores, float32), cuda.local.array(num_products, float32)
         p, factors = cuda.local.array(num_weights, uint32), cuda.local.array(ROWS_PER_LANE, float32)
         maxima, sums = cuda.local.array(ROWS_PER_LANE, float32), cuda.local.array(ROWS_PER_LANE, float32)
-        largest, bases = cuda.local.array(ROWS_PER_LANE, float32), cuda.local.array(ROWS_PER_LANE, float32)
         for i in range(num_scores):
             own[i] = NEG_INF
         for r in range(ROWS_PER_LANE):
@@ -64,14 +60,9 @@ def make_walk_scores(spec, geometry, ring):
                 add(me, shared, uint32(parity ^ uint32(1)), own)
                 checked = tile > first_checked
                 scale(me, args, record, first_row, int32((tile - 1) * keys_per_tile), checked, own)
-            # From here to the end of the round there is no branch, so that the assembler may mix the two chains.
-            keys = tile_address(shared, turn)
-            multiply_keys(me, shared, keys, queries, fragments, s, 0, lead)
-            find_largest(own, largest)
-            multiply_keys(me, shared, keys, queries, fragments, s, lead, raised_at)
-            raised = raise_maxima(largest, maxima, sums, factors, bases)
-            multiply_and_weigh(me, shared, keys, queries, fragments, s, own, bases, sums, p)
-            multiply_keys(me, shared, keys, queries, fragments, s, last_piece, steps)
+            # From here to the end of the round there is no branch.
+            operands = me, shared, tile_address(shared, turn), queries, fragments, s
+            raised = multiply_and_weigh(operands, own, (maxima, sums), factors, p)
             publish_weights(me, shared, parity, raised, factors, p)
             ptx.barrier_arrive(uint32(READY) + parity, uint32(threads))
             send(me, shared, parity, s)
@@ -83,10 +74,7 @@ def make_walk_scores(spec, geometry, ring):
         add(me, shared, uint32(1), own)
         checked = end_tile > first_checked
         scale(me, args, record, first_row, int32((end_tile - 1) * keys_per_tile), checked, own)
-        find_largest(own, largest)
-        raised = raise_maxima(largest, maxima, sums, factors, bases)
-        for j in range(key_frags):
-            weigh(own, bases, sums, p, j)
+        raised = weigh_alone(own, (maxima, sums), factors, p)
         publish_weights(me, shared, uint32(0), raised, factors, p)
         ptx.barrier_arrive(uint32(READY), uint32(threads))
         finish_rows(me, args, shared, record, maxima, sums)
@@ -126,29 +114,3 @@ def make_walk_scores(spec, geometry, ring):
 
     return walk_scores
 
-
-def _make_multiply_and_weigh(multiply_keys, weigh, begin, end, pieces):
-    """Steps ``begin`` to ``end`` of the products in pieces, and after each the weights of eight keys.
-
-    A chain of functions, so that the bounds of each piece are constants: numba unrolls no loop of loops like this one.
-    """
-    start = begin + (end - begin) // pieces * (pieces - 1)
-    key_frag = pieces - 1
-    if pieces == 1:
-
-        @cuda.jit(device=True, forceinline=True)
-        def first_piece(me, shared, keys, queries, fragments, s, own, bases, sums, p):
-            multiply_keys(me, shared, keys, queries, fragments, s, start, end)
-            weigh(own, bases, sums, p, key_frag)
-
-        return first_piece
-
-    earlier_pieces = _make_multiply_and_weigh(multiply_keys, weigh, begin, start, pieces - 1)
-
-    @cuda.jit(device=True, forceinline=True)
-    def next_piece(me, shared, keys, queries, fragments, s, own, bases, sums, p):
-        earlier_pieces(me, shared, keys, queries, fragments, s, own, bases, sums, p)
-        multiply_keys(me, shared, keys, queries, fragments, s, start, end)
-        weigh(own, bases, sums, p, key_frag)
-
-    return next_piece

@@ -1,7 +1,6 @@
 """A segment walked by teams: every warp makes scores, weights and outputs of its own rows and keys.
 
-A tile      Scores, weights, outputs, one after the other: while one warp takes exponents, the others of its SM quarter
-            multiply.
+What a warp does with a tile is in team_tiles.py.
 
 Who waits for whom, and why that is enough
     tile there, tile free     the ring's two mbarriers a slot (kv_ring.py)
@@ -16,15 +15,14 @@ All branches around barriers, shuffles and mma are the same for the whole warp.
 from numba import cuda, float32, int32, uint32
 
 from nbverify.kernels import ptx
-from nbverify.kernels.geometry import FULL_WARP, SEGMENT_FIELDS, WARP
+from nbverify.kernels.geometry import SEGMENT_FIELDS, WARP
 from nbverify.kernels.outputs import make_finish_rows, make_join_teams, make_write_outputs
-from nbverify.kernels.scores import make_load_queries, make_multiply_keys, step_registers_of
+from nbverify.kernels.scores import make_load_queries
 from nbverify.kernels.segments import NEXT_POSITION, RECORD_BYTES, load_segment, make_open_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
 from nbverify.kernels.team_places import make_find_first_key, make_find_team, make_takes_tile
-from nbverify.kernels.tiles import FRAG_ROWS
-from nbverify.kernels.values import make_multiply_values, make_rescale
-from nbverify.kernels.weights import ROWS_PER_LANE, make_weigh
+from nbverify.kernels.team_tiles import make_walk_tile
+from nbverify.kernels.weights import ROWS_PER_LANE
 
 
 def make_walk(spec, geometry, schedule, ring):
@@ -50,27 +48,21 @@ def make_walk(spec, geometry, schedule, ring):
 
 def _make_walk_segment(spec, geometry, ring):
     """``walk_segment(me, args, shared, record, turn)``, from turn ``turn`` of the ring; gives its turn then."""
-    stages, v_offset, first_fetching_warp = geometry.stages, geometry.v_offset, geometry.first_fetching_warp
-    row_teams, key_teams, shared_frags = geometry.row_teams, geometry.key_teams, geometry.shared_frags
-    team_keys, keys_per_tile, key_frags = geometry.team_keys, geometry.keys_per_tile, geometry.key_frags
-    query_steps, num_queries = geometry.query_steps, max(1, 4 * geometry.query_steps_kept)
-    num_fragments = (geometry.steps_ahead + 1) * step_registers_of(geometry)
-    num_scores, num_weights = 4 * key_frags, 2 * key_frags
-    num_outputs, group = 4 * geometry.value_frags, spec.group
+    stages, first_fetching_warp = geometry.stages, geometry.first_fetching_warp
+    row_teams, key_teams, shared_warps = geometry.row_teams, geometry.key_teams, geometry.shared_warps
+    team_keys, keys_per_tile = geometry.team_keys, geometry.keys_per_tile
+    num_queries, num_outputs = max(1, 4 * geometry.query_steps_kept), 4 * geometry.row_frags * geometry.value_frags
+    rows, group = ROWS_PER_LANE * geometry.warp_frags, spec.group
     before_queries = stages - geometry.staging_slots  # tiles that go to slots where no queries are
     always_checked = spec.score_mod is not None or not spec.prefix_visible
 
     find_first_rows, fetch, wait_full, release = ring.find_first_rows, ring.fetch, ring.wait_full, ring.release
     tile_address, next_turn, turn_before = ring.tile_address, ring.next_turn, ring.turn_before
     request_queries, load_queries = make_load_queries(spec, geometry)
-    multiply_keys = make_multiply_keys(spec, geometry)
-    scale, find_largest, raise_maxima, weigh = make_weigh(spec, geometry)
-    rescale = make_rescale(geometry)
-    multiply_values = make_multiply_values(spec, geometry, checked=False)
-    multiply_checked_values = make_multiply_values(spec, geometry, checked=True)
+    walk_tile = make_walk_tile(spec, geometry)
     finish_rows = make_finish_rows(spec, geometry)
     leave, join = make_join_teams(spec, geometry)
-    find_fragment, _ = make_find_team(geometry)
+    find_first_row, _ = make_find_team(geometry)
     find_first_key, takes_tile = make_find_first_key(geometry), make_takes_tile(geometry)
     write_outputs = make_write_outputs(spec, geometry)
 
@@ -103,7 +95,7 @@ def _make_walk_segment(spec, geometry, ring):
     def walk_segment(me, args, shared, record, turn):
         ptx.unroll_loops()
         segment, warp = load_segment(record), int32(me.warp)
-        first_row, first_key = int32(find_fragment(me.warp) * uint32(FRAG_ROWS)), int32(find_first_key(me.warp))
+        first_row, first_key = int32(find_first_row(me.warp)), int32(find_first_key(me.warp))
         has_rows = segment.first_row + first_row < segment.request.num_nodes * group
         first_tile, end_tile = int32(segment.first_tile), int32(segment.end_tile)
         # Tiles from here on hide keys of this team from some row, or may do so.
@@ -114,34 +106,20 @@ def _make_walk_segment(spec, geometry, ring):
 
         queries = cuda.local.array(num_queries, uint32)
         start(me, args, shared, record, turn, first_row, queries)
-        fragments = cuda.local.array(num_fragments, uint32)
-        o, s = cuda.local.array(num_outputs, float32), cuda.local.array(num_scores, float32)
-        p, factors = cuda.local.array(num_weights, uint32), cuda.local.array(ROWS_PER_LANE, float32)
-        maxima, sums = cuda.local.array(ROWS_PER_LANE, float32), cuda.local.array(ROWS_PER_LANE, float32)
-        largest, bases = cuda.local.array(ROWS_PER_LANE, float32), cuda.local.array(ROWS_PER_LANE, float32)
+        o = cuda.local.array(num_outputs, float32)
+        maxima, sums = cuda.local.array(rows, float32), cuda.local.array(rows, float32)
         for i in range(num_outputs):
             o[i] = ZERO
-        for r in range(ROWS_PER_LANE):
+        for r in range(rows):
             maxima[r], sums[r] = NEG_INF, ZERO
 
         tile = first_tile
         while tile < end_tile:
             wait_full(shared, turn)
             if has_rows and takes_tile(me.warp, int32(tile - first_tile)):
-                keys, checked = tile_address(shared, turn), tile >= first_checked
-                multiply_keys(me, shared, keys, queries, fragments, s, 0, query_steps)
-                scale(me, args, record, first_row, int32(tile * keys_per_tile + first_key), checked, s)
-                find_largest(s, largest)
-                raised = raise_maxima(largest, maxima, sums, factors, bases)
-                for j in range(key_frags):
-                    weigh(s, bases, sums, p, j)
-                if cuda.any_sync(uint32(FULL_WARP), raised):
-                    rescale(o, factors)
-                values = keys + uint32(v_offset)
-                if always_checked or checked:
-                    multiply_checked_values(me, shared, uint32(0), values, p, o)
-                else:
-                    multiply_values(me, shared, uint32(0), values, p, o)
+                key, checked = int32(tile * keys_per_tile + first_key), tile >= first_checked
+                place = tile_address(shared, turn)
+                walk_tile(me, args, shared, record, place, first_row, key, checked, queries, o, maxima, sums)
             release(me, shared, turn)
             if tile > first_tile and tile + (stages - 1) < end_tile and warp >= first_fetching_warp:
                 # Into the slot of the tile before this one, which the other warps will have left soon.
@@ -154,7 +132,7 @@ def _make_walk_segment(spec, geometry, ring):
             if warp >= row_teams:
                 leave(me, shared, maxima, sums, o)
             cuda.syncthreads()  # publishes states and outputs to the block
-            if warp < row_teams - shared_frags:
+            if warp < row_teams - shared_warps:
                 finish_rows(me, args, shared, record, maxima, sums)
             elif warp < row_teams:
                 join(me, args, shared, record, maxima, sums, o)

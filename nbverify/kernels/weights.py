@@ -8,12 +8,12 @@ P is rounded to the type of the mma; l adds the unrounded weights, each lane its
 the four lanes of a row at the end of a segment.
 """
 
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, float32, int32, uint32
 from numba.cuda import libdevice
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import FULL_WARP
-from nbverify.kernels.masking import make_finish_score
+from nbverify.kernels.masking import make_finish_score, make_mask
 from nbverify.kernels.scores import FRAG_BYTES
 from nbverify.kernels.segments import MASK_START, load_segment
 from nbverify.kernels.softmax import LOG2_E, exponent_base
@@ -45,8 +45,9 @@ def make_weigh(spec, geometry):
     ``weigh(own, bases, sums, p, j)``: weights of the scores of keys ``8 j`` to ``8 j + 7`` (pairs,
     ``p[r * key_frags + j]``), added to ``sums``.
     """
-    rows, key_frags = ROWS_PER_LANE, geometry.key_frags
+    rows, key_frags = ROWS_PER_LANE * geometry.warp_frags, geometry.key_frags
     pack, finish_score = make_pack(spec.dtype), make_finish_score(spec)
+    open_row, sees = make_mask(spec)
 
     @cuda.jit(device=True, forceinline=True)
     def scale(me, args, record, first_row, first_key, checked, own):
@@ -54,14 +55,20 @@ def make_weigh(spec, geometry):
         if checked:
             lane = int32(me.lane)
             segment, mask_start = load_segment(record), record[MASK_START]
-            row = segment.first_row + first_row + lane // LANES_PER_ROW
-            key = int64(first_key) + 2 * (lane % LANES_PER_ROW)
+            row = int32(segment.first_row) + first_row + lane // LANES_PER_ROW
+            key = int32(first_key + 2 * (lane % LANES_PER_ROW))
+            seen = cuda.local.array(rows, uint32)  # bits
+            for r in range(rows):  # all rows first: their loads are on their way together
+                mask_row, seen[r] = open_row(args, mask_start, segment.request, row + 8 * r), uint32(0)
+                for j in range(key_frags):
+                    for i in range(2):
+                        seen[r] = seen[r] | (uint32(sees(mask_row, int32(key + (8 * j + i)))) << uint32(2 * j + i))
             for r in range(rows):
                 for j in range(key_frags):
                     for i in range(2):
-                        at = (r * key_frags + j) * 2 + i
+                        at, is_seen = (r * key_frags + j) * 2 + i, seen[r] & uint32(1 << (2 * j + i)) != uint32(0)
                         own[at] = finish_score(
-                            args, segment.request, segment.kv_head, mask_start, row + 8 * r, key + 8 * j + i, own[at]
+                            args, segment.request, segment.kv_head, row + 8 * r, key + (8 * j + i), is_seen, own[at]
                         )
         else:
             factor = libdevice.fmul_rn(args.score_scale, LOG2_E)
@@ -103,6 +110,88 @@ def make_weigh(spec, geometry):
             p[r * key_frags + j] = pack(even, odd)
 
     return scale, find_largest, raise_maxima, weigh
+
+
+def make_weigh_alone(geometry, weighing):
+    """``weigh_alone(own, states, factors, p)``: from scaled scores ``own`` to weights ``p``, as multiply_and_weigh."""
+    _, find_largest, raise_maxima, weigh = weighing
+    key_frags, rows = geometry.key_frags, ROWS_PER_LANE * geometry.warp_frags
+
+    @cuda.jit(device=True, forceinline=True)
+    def weigh_alone(own, states, factors, p):
+        ptx.unroll_loops()
+        largest, bases = cuda.local.array(rows, float32), cuda.local.array(rows, float32)
+        find_largest(own, largest)
+        raised = raise_maxima(largest, states[0], states[1], factors, bases)
+        for j in range(key_frags):
+            weigh(own, bases, states[1], p, j)
+        return raised
+
+    return weigh_alone
+
+
+def make_multiply_and_weigh(geometry, multiply, steps, weighing):
+    """``multiply_and_weigh(operands, own, states, factors, p)``: the ``steps`` of a product, and among them from scores
+    ``own``, which are scaled, to weights ``p``; says whether a factor is not 1.
+
+    ``multiply`` is multiply_keys or multiply_values, with six ``operands`` and the steps that it is to make;
+    ``weighing`` is what make_weigh gives, ``states`` are ``(maxima, sums)``.  There is no branch, so that the assembler
+    may mix the two chains.
+    """
+    _, find_largest, raise_maxima, weigh = weighing
+    key_frags, rows = geometry.key_frags, ROWS_PER_LANE * geometry.warp_frags
+    # Products before the weights begin, before they are raised, and among the weights of eight keys each.
+    lead = min(steps, max(1, steps // 9))
+    raised_at = min(steps, 2 * lead)
+    last_piece = raised_at + key_frags * ((steps - raised_at) // (key_frags + 1))
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_steps(operands, begin, end):
+        multiply(operands[0], operands[1], operands[2], operands[3], operands[4], operands[5], begin, end)
+
+    weigh_all = _make_weigh_all(multiply_steps, weigh, raised_at, last_piece, key_frags)
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_and_weigh(operands, own, states, factors, p):
+        ptx.unroll_loops()
+        maxima, sums = states
+        largest, bases = cuda.local.array(rows, float32), cuda.local.array(rows, float32)
+        multiply_steps(operands, 0, lead)
+        find_largest(own, largest)
+        multiply_steps(operands, lead, raised_at)
+        raised = raise_maxima(largest, maxima, sums, factors, bases)
+        weigh_all(operands, own, bases, sums, p)
+        multiply_steps(operands, last_piece, steps)
+        return raised
+
+    return multiply_and_weigh
+
+
+def _make_weigh_all(multiply_steps, weigh, begin, end, pieces):
+    """Steps ``begin`` to ``end`` of the products in pieces, and after each the weights of eight keys.
+
+    A chain of functions, so that the bounds of each piece are constants: numba unrolls no loop of loops like this one.
+    """
+    start = begin + (end - begin) // pieces * (pieces - 1)
+    key_frag = pieces - 1
+    if pieces == 1:
+
+        @cuda.jit(device=True, forceinline=True)
+        def first_piece(operands, own, bases, sums, p):
+            multiply_steps(operands, start, end)
+            weigh(own, bases, sums, p, key_frag)
+
+        return first_piece
+
+    earlier_pieces = _make_weigh_all(multiply_steps, weigh, begin, start, pieces - 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def next_piece(operands, own, bases, sums, p):
+        earlier_pieces(operands, own, bases, sums, p)
+        multiply_steps(operands, start, end)
+        weigh(own, bases, sums, p, key_frag)
+
+    return next_piece
 
 
 @cuda.jit(device=True, forceinline=True)
