@@ -67,7 +67,7 @@ def row_of(configuration: Configuration, progress: Callable[[str], None] | None 
     cc = (target.major, target.minor)
     (report,) = kernel_reports(spec, tiles, kernels, cc, debug=False, cached=True, seconds=0.0)
     counts = counts_of(tiles)
-    mma, ldmatrix = ptx_counts(tiles, always_checked=spec.score_mod is not None or not spec.prefix_visible)
+    mma, ldmatrix = ptx_counts(tiles)
     copies = copy_instructions(kernels[0].ptx)
     expected = copy_counts(tiles, copies["index copies"], copies["waits for copies"])
     shape = {name: value for name, value in dataclasses.asdict(tiles).items() if name not in NOT_IN_A_ROW}

@@ -69,7 +69,11 @@ def make_join_teams(spec, geometry):
     """
     row_teams, key_teams, shared_warps = geometry.row_teams, geometry.key_teams, geometry.shared_warps
     value_frags, states_offset, first_shared = geometry.value_frags, geometry.states_offset, row_teams - shared_warps
-    rows, warp_rows, num_frags = ROWS_PER_LANE * geometry.warp_frags, geometry.warp_rows, geometry.row_frags * value_frags
+    rows, warp_rows, num_frags = (
+        ROWS_PER_LANE * geometry.warp_frags,
+        geometry.warp_rows,
+        geometry.row_frags * value_frags,
+    )
     warp_bytes, num_weights = num_frags * FRAG_BYTES, rows * key_teams
     write_states = make_write_states(spec, geometry)
 

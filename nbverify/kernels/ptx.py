@@ -418,7 +418,10 @@ def load_global_u32(typingctx, address):
 
 @intrinsic
 def load_global_u8_if(typingctx, address, condition):
-    """1 byte where the condition (u32) is not 0; else 0, and no access: global -> u32.  See ``load_global_v4_f32_if``."""
+    """1 byte where the condition (u32) is not 0; else 0, and no access: global -> u32.
+
+    Predicated, as ``load_global_v4_f32_if``.
+    """
     text = "{\n.reg .pred yes;\nsetp.ne.u32 yes, $2, 0;\nmov.u32 $0, 0;\n@yes ld.global.u8 $0, [$1];\n}"
     return _emit(text, u32, (address, u64), (condition, u32), early=True)
 

@@ -10,9 +10,9 @@ CHUNK_BYTES = 16  # of a cp.async
 
 
 def make_copy_row(pitch, lanes, steps, *, has_heads, fills):
-    """``copy_row(pool, pool_row, row_stride, kv_head, head_stride, target, row, piece, is_there)``: begin to copy a row.
+    """``copy_row(pool, pool_row, row_stride, kv_head, head_stride, target, row, piece, is_there)``: begin to copy.
 
-    Its pieces of 16 bytes that are this lane's, ``lanes`` lanes side by side.  ``target`` is where row 0 lies.
+    Of a row the pieces of 16 bytes that are this lane's, ``lanes`` lanes side by side.  ``target`` is where row 0 lies.
     ``fills``: a row that is not there becomes zeros, else it is not asked for.
     """
     swizzle, advance = make_swizzle(pitch), make_advance(pitch)

@@ -98,7 +98,8 @@ def _make_load_query_rows(spec, geometry):
         ptx.unroll_loops()
         segment, piece = load_segment(record), uint32(me.lane % uint32(lanes) * uint32(CHUNK_BYTES))
         row = uint32(me.warp * uint32(rows_per_pass) + me.lane // uint32(lanes))
-        while row < uint32(rows_per_tile):
+        end = ptx.opaque_u32(uint32(rows_per_tile))  # else the loop is unrolled
+        while row < end:
             source = row_address(args, segment, int32(row)) + uint64(piece)
             target = uint32(shared + uint32(offset) + row * uint32(pitch) + (piece ^ swizzle(row)))
             for i in range(copies):
@@ -225,7 +226,7 @@ def make_multiply_keys(spec, geometry):
 
     @cuda.jit(device=True, forceinline=True)
     def load_step(keys, mine, k, fragments):
-        """Operands of step ``k``: keys, and queries if they have no register of their own (``mine``: where they lie)."""
+        """Operands of step ``k``: keys, and queries that have no register of their own (``mine``: where they lie)."""
         ptx.unroll_loops()
         here = k % (ahead + 1) * step_registers
         for pair in range(key_pairs):

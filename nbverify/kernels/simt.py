@@ -28,7 +28,7 @@ The two phases are joined by ``reduce/``: in one cooperative launch with a grid-
 """
 
 import numpy as np
-from numba import cuda, float32, int64, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from nbverify.kernels.formats import make_narrow, make_widen
 from nbverify.kernels.geometry import WARP

@@ -41,7 +41,7 @@ LINE_BYTES = 128  # of all banks of shared memory
 PAD_BYTES = 16  # after each row that is not of whole lines (rows.py)
 LINE_STEPS = LINE_BYTES // 32  # k16 steps of a line
 MAX_WARPS = 8  # 255 registers a thread
-MIN_PAIRED_FRAGS = 7  # from so many on a warp of a team has two
+MIN_PAIRED_FRAGS = 8  # from so many on a warp of a team has two
 MAX_PAIRED_DIM = 128  # accumulators of 32 rows x 128 columns: 128 registers
 MAX_ROLE_FRAGS = 4  # 64 rows
 MAX_LEAN_WARPS = 12  # 168 registers a thread
@@ -498,8 +498,9 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         five fragments on a block has one warp for each, and the slowest SM quarter sets the pace: nine warps would have
         three in one quarter and two in the others.  So the one or two fragments past a multiple of four are shared by
         four warps, one in each quarter, which take tiles in turn (1 x 33 x 32/8 x 128 at 32k: 95 instead of 104 us).
-        From seven fragments on shared memory sets the pace: each warp reads all keys and values.  So a warp has two
-        fragments where its registers hold their outputs, and the same rule goes for warps of 32 rows.
+        From eight fragments on shared memory sets the pace: each warp reads all keys and values.  So a warp has two
+        fragments where its registers hold their outputs, and the same rule goes for warps of 32 rows.  (With seven, too
+        many rows of the eighth would be for nothing.)
     Stages
         All that fit.  Two tiles are in use at a time, the others are on their way.  An fp8 tile is on its way in its
         own, smaller slots, and the ring has just what is in use and the tile that is being widened.

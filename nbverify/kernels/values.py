@@ -53,11 +53,11 @@ def make_rescale(geometry):
 
 
 def make_multiply_values(spec, geometry, *, cleans=False):
-    """``multiply_values(me, shared, parity, tile, p, o, begin, end)``: o += P V, of ``count`` pieces those from
+    """``multiply_values(me, shared, parity, tile, p, o, begin, end)``: o += P V, of ``count`` steps those from
     ``begin`` to ``end``; and ``count``.  ``tile`` is the address of the V rows of the tile, or of a piece of its keys.
 
-    ``p`` are the warp's own weights (teams); with roles they are read from shared memory.  ``cleans``: takes out what is
-    not finite.
+    ``p`` are the warp's own weights (teams); with roles they are read from shared memory.  ``cleans``: takes out what
+    is not finite.
     """
     row_frags, value_frags, key_frags = geometry.row_frags, geometry.value_frags, geometry.key_frags
     piece_keys, score_warps, find_first_key = geometry.piece_keys, geometry.row_frags, make_find_first_key(geometry)

@@ -9,7 +9,14 @@ from nbverify.kernels.scores import make_exchange, make_load_queries, make_multi
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
 from nbverify.kernels.tiles import FRAG_ROWS
-from nbverify.kernels.weights import ONE, ROWS_PER_LANE, make_multiply_and_weigh, make_publish_weights, make_weigh, make_weigh_alone
+from nbverify.kernels.weights import (
+    ONE,
+    ROWS_PER_LANE,
+    make_multiply_and_weigh,
+    make_publish_weights,
+    make_weigh,
+    make_weigh_alone,
+)
 
 
 def make_walk_scores(spec, geometry, ring):
@@ -113,4 +120,3 @@ def make_walk_scores(spec, geometry, ring):
         return walk_nothing(me, shared, record, turn)
 
     return walk_scores
-

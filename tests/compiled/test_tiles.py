@@ -3,8 +3,6 @@
 ``make test`` compiles one of each kind, ``make test-all`` all of them.  What was compiled before comes from the cache.
 """
 
-from dataclasses import replace
-
 import pytest
 
 from benchmarks import compiled
@@ -47,16 +45,3 @@ def test_tile(configuration):
     if record is not None and compiled.why_not(record) == "" and record["toolkit"] == compile.toolkit_versions():
         kept = [one for one in record["rows"] if (one["name"], one["target"]) == (row["name"], row["target"])]
         assert kept == [row], "the record says something else: python -m benchmarks.compiled"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("changes, copies", [({}, 2), ({"prefix_visible": False}, 1)], ids=["some", "every tile"])
-def test_mma_of_kernels_that_check_every_tile(changes, copies):
-    """Of teams: where every tile is checked, the values of tiles that are not must be gone from the program."""
-    (given,) = (one for one in configurations("12.0") if one.name == "gqa128-8")
-    row = row_of(replace(given, spec=replace(given.spec, **changes)))
-    tiles = given.tiles
-    assert not tiles.has_roles and tiles.separate_v
-    assert row["expected"]["mma"] == tiles.score_mma + (copies + 2) * tiles.value_mma  # 2: what is not finite
-    assert compiled.tile_problems(row) == []
