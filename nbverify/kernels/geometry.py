@@ -27,7 +27,7 @@ MERGE_COLUMNS = 4 * WARP
 MERGE_CHUNK_FIELDS = 8  # int64 of a chunk's record
 MERGE_RUN_BYTES = 4 * MERGE_COLUMNS + 16  # what a run adds up to: columns, m and l
 
-SEGMENT_FIELDS = 18  # int64, of a segment's record (kernels/segments.py)
+SEGMENT_FIELDS = 18  # int64, of a segment's record (kernels/segments.py), in whole pieces of 16 bytes
 
 MAX_ITEMS = 2**31 - 1  # of a launch: the work table counts in int32
 

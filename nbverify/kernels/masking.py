@@ -16,6 +16,8 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 from numba.cuda import libdevice
 
 from nbverify.kernels import ptx
+from nbverify.kernels.geometry import WARP
+from nbverify.kernels.indices import load_index
 from nbverify.kernels.softmax import LOG2_E, NEG_INF
 from nbverify.spec import Mask
 
@@ -33,14 +35,20 @@ class MaskRow(NamedTuple):
 
 
 def make_mask(spec):
-    """``open_row(args, mask_start, request, head_row) -> MaskRow`` and ``sees(row, key) -> bool``.
+    """``find_mask(args, request) -> mask_start``, the request's entry of ``mask_indptr``; with it
+    ``open_row(args, mask_start, request, head_row) -> MaskRow``; and with that ``sees(row, key) -> bool``.
 
     ``head_row`` counts (node, head in group) pairs of the request, node major, ``key`` (int32) from 0.
-    ``mask_start`` is the request's entry of ``mask_indptr``.
     """
     # Plain bools: numba drops the branches of a constant that is false.
     is_full, is_packed, is_causal = (spec.mask is layout for layout in (Mask.FULL, Mask.PACKED, Mask.CAUSAL))
     reads_buffer, prefix_visible, group = spec.mask.reads_buffer, spec.prefix_visible, spec.group
+
+    @cuda.jit(device=True, forceinline=True)
+    def find_mask(args, request):
+        if reads_buffer:
+            return load_index(args.mask_indptr, args.mask_indptr_words, request.number)
+        return int64(0)
 
     @cuda.jit(device=True, forceinline=True)
     def open_row(args, mask_start, request, head_row):
@@ -82,7 +90,28 @@ def make_mask(spec):
             seen = seen | (draft < int32(0))
         return seen & (key < row.num_keys) & (row.node >= int32(0))
 
-    return open_row, sees
+    return find_mask, open_row, sees
+
+
+def make_prefetch_mask(spec, num_rows):
+    """``prefetch_mask(args, request, head_row, lane)``: bring the masks of ``num_rows`` rows to L2.  A warp together.
+
+    They are read for the last tiles of a request alone, where the other blocks wait already.
+    """
+    reads_buffer = spec.mask.reads_buffer
+    find_mask, open_row, _ = make_mask(spec)
+
+    @cuda.jit(device=True, forceinline=True)
+    def prefetch_mask(args, request, head_row, lane):
+        if reads_buffer:
+            mask_start, row = find_mask(args, request), int32(lane)
+            while row < num_rows:
+                mask_row = open_row(args, mask_start, request, int32(head_row + row))
+                if mask_row.node >= 0 and mask_row.num_entries > 0:
+                    ptx.prefetch_l2(mask_row.address)
+                row = int32(row + WARP)
+
+    return prefetch_mask
 
 
 def make_finish_score(spec):

@@ -12,22 +12,20 @@ from numba import cuda, int32, int64
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import SEGMENT_FIELDS, WARP
-from nbverify.kernels.indices import load_index
 from nbverify.kernels.requests import Request
 from nbverify.kernels.schedule import Segment
 
-NEXT_POSITION, SHARE_END, MASK_START = 12, 13, 14
-STEP_START = 15  # step_schedule.py
-INDEX_LISTS = 16  # and the next one: in 16 aligned bytes
+NEXT_POSITION, SHARE_END = 12, 13
+INDEX_LISTS = 14  # and the next one: in 16 aligned bytes
+STEP_START = 16  # step_schedule.py
 
 
-def make_open_segment(spec, schedule, *, may_be_there=False):
+def make_open_segment(schedule, *, may_be_there=False):
     """``open_segment(args, table, position, share_end, record)``: fill it.  Called by the block's first warp.
 
     A block barrier has to follow, which publishes the record.  ``may_be_there``: the record may hold this segment
     already (step_schedule.py).
     """
-    reads_mask = spec.mask.reads_buffer
     segment_at = schedule.segment_at
 
     @cuda.jit(device=True)
@@ -36,16 +34,12 @@ def make_open_segment(spec, schedule, *, may_be_there=False):
             return
         segment = segment_at(args, table, position, share_end)
         request = segment.request
-        mask_start = int64(0)
-        if reads_mask:
-            mask_start = load_index(args.mask_indptr, args.mask_indptr_words, request.number)
         if cuda.threadIdx.x % WARP == 0:
             record[0], record[1], record[2] = request.number, request.prefix_start, request.prefix_len
             record[3], record[4], record[5] = request.token_start, request.num_nodes, request.num_keys
             record[6], record[7] = segment.kv_head, segment.first_row
             record[8], record[9], record[10] = segment.first_tile, segment.end_tile, int64(segment.direct)
             record[11], record[NEXT_POSITION], record[SHARE_END] = segment.state, segment.next_position, share_end
-            record[MASK_START] = mask_start
             # Addresses of the request's first entries in the two index lists: an index is then a few instructions away.
             first_prefix = request.prefix_start * args.kv_indices_words
             first_draft = request.token_start * args.out_cache_loc_words

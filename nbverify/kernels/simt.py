@@ -32,7 +32,6 @@ from numba import cuda, float32, int32, int64, uint32
 
 from nbverify.kernels.formats import make_narrow, make_widen
 from nbverify.kernels.geometry import WARP
-from nbverify.kernels.indices import load_index
 from nbverify.kernels.kv_tiles import make_copy_tile
 from nbverify.kernels.masking import make_finish_score, make_mask
 from nbverify.kernels.schedule import make_schedule
@@ -71,13 +70,12 @@ def make_split_phase(spec, geometry, schedule):
     weights_begin, states_begin, o_begin = geometry.weights_offset, geometry.states_offset, geometry.o_offset
     k_end, v_end = k_begin + keys_per_tile * k_stride, v_begin + keys_per_tile * v_stride
     group = spec.group
-    reads_mask = spec.mask.reads_buffer
     share, segment_at = schedule.share, schedule.segment_at
 
     widen, narrow = make_widen(spec.dtype), make_narrow(spec.dtype)
     copy_tile = make_copy_tile(spec, geometry)
     finish_score = make_finish_score(spec)
-    open_row, sees = make_mask(spec)
+    find_mask, open_row, sees = make_mask(spec)
 
     @cuda.jit(device=True)
     def copy_queries(args, request, kv_head, first_row, rows_here, q_tile):
@@ -161,9 +159,7 @@ def make_split_phase(spec, geometry, schedule):
         lane, warp_row = cuda.threadIdx.x % WARP, cuda.threadIdx.x // WARP * rows_per_warp
         request, kv_head, first_row = segment.request, segment.kv_head, segment.first_row
         rows_here = min(int64(rows_per_tile), request.num_nodes * group - first_row)
-        mask_start = int64(0)
-        if reads_mask:
-            mask_start = load_index(args.mask_indptr, args.mask_indptr_words, request.number)
+        mask_start = find_mask(args, request)
 
         maxima, sums = cuda.local.array(rows_per_warp, float32), cuda.local.array(rows_per_warp, float32)
         scores, factors = cuda.local.array(rows_per_warp, float32), cuda.local.array(rows_per_warp, float32)

@@ -32,7 +32,7 @@ def make_body(spec, geometry):
     """``schedule(args)``: the kernel that leaves the schedule of a step in the workspace."""
     schedule_of_launch = make_schedule(spec, geometry)
     prepare, share = schedule_of_launch.prepare, schedule_of_launch.share
-    open_segment = make_open_segment(spec, schedule_of_launch)
+    open_segment = make_open_segment(schedule_of_launch)
     threads = geometry.threads
 
     def schedule(args):

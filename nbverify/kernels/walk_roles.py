@@ -47,7 +47,7 @@ def make_walk(spec, geometry, schedule, ring):
     """``walk_share(me, args, shared, table, position, share_end)``: all segments of the block's share."""
     score_warps = geometry.row_frags
     first_record = geometry.segments_offset
-    open_segment = make_open_segment(spec, schedule, may_be_there=spec.schedule == "step")
+    open_segment = make_open_segment(schedule, may_be_there=spec.schedule == "step")
     walk_scores, walk_values = make_walk_scores(spec, geometry, ring), make_walk_values(spec, geometry, ring)
     write_outputs = make_write_outputs(spec, geometry)
     num_outputs = 4 * geometry.row_frags * geometry.value_frags

@@ -3,6 +3,7 @@
 from numba import cuda, float32, int32, uint32
 
 from nbverify.kernels import ptx
+from nbverify.kernels.masking import make_prefetch_mask
 from nbverify.kernels.named_barriers import DONE, QFREE, READY
 from nbverify.kernels.outputs import make_finish_rows
 from nbverify.kernels.scores import make_exchange, make_load_queries, make_multiply_keys, step_registers_of
@@ -33,7 +34,7 @@ def make_walk_scores(spec, geometry, ring):
     send, add = make_exchange(geometry)
     weighing = make_weigh(spec, geometry)
     scale, weigh_alone = weighing[0], make_weigh_alone(geometry, weighing)
-    publish_weights = make_publish_weights(geometry)
+    publish_weights, prefetch_mask = make_publish_weights(geometry), make_prefetch_mask(spec, geometry.warp_rows)
     finish_rows = make_finish_rows(spec, geometry)
     multiply_and_weigh = make_multiply_and_weigh(geometry, multiply_keys, steps, weighing)
 
@@ -47,6 +48,8 @@ def make_walk_scores(spec, geometry, ring):
             first_checked = int32(uint32(segment.request.prefix_len) // uint32(keys_per_tile))
         queries = cuda.local.array(num_queries, uint32)
         request_queries(me, args, shared, record, turn, first_row)
+        if end_tile > first_checked:
+            prefetch_mask(args, segment.request, int32(int32(segment.first_row) + first_row), me.lane)
         load_queries(me, args, shared, record, turn, first_row, queries)
         ptx.barrier_arrive(uint32(QFREE), uint32(threads))
 

@@ -16,6 +16,7 @@ from numba import cuda, float32, int32, uint32
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import SEGMENT_FIELDS, WARP
+from nbverify.kernels.masking import make_prefetch_mask
 from nbverify.kernels.outputs import make_finish_rows, make_join_teams, make_write_outputs
 from nbverify.kernels.scores import make_load_queries
 from nbverify.kernels.segments import NEXT_POSITION, RECORD_BYTES, load_segment, make_open_segment
@@ -28,7 +29,7 @@ from nbverify.kernels.weights import ROWS_PER_LANE
 def make_walk(spec, geometry, schedule, ring):
     """``walk_share(me, args, shared, table, position, share_end)``: all segments of the block's share."""
     first_record = geometry.segments_offset
-    open_segment = make_open_segment(spec, schedule, may_be_there=spec.schedule == "step")
+    open_segment = make_open_segment(schedule, may_be_there=spec.schedule == "step")
     walk_segment = _make_walk_segment(spec, geometry, ring)
 
     @cuda.jit(device=True, forceinline=True)
@@ -59,7 +60,7 @@ def _make_walk_segment(spec, geometry, ring):
     find_first_rows, fetch, wait_full, release = ring.find_first_rows, ring.fetch, ring.wait_full, ring.release
     tile_address, next_turn, turn_before = ring.tile_address, ring.next_turn, ring.turn_before
     request_queries, load_queries = make_load_queries(spec, geometry)
-    walk_tile = make_walk_tile(spec, geometry)
+    walk_tile, prefetch_mask = make_walk_tile(spec, geometry), make_prefetch_mask(spec, geometry.warp_rows)
     finish_rows = make_finish_rows(spec, geometry)
     leave, join = make_join_teams(spec, geometry)
     find_first_row, _ = make_find_team(geometry)
@@ -106,6 +107,8 @@ def _make_walk_segment(spec, geometry, ring):
 
         queries = cuda.local.array(num_queries, uint32)
         start(me, args, shared, record, turn, first_row, queries)
+        if has_rows and end_tile > first_checked:
+            prefetch_mask(args, segment.request, int32(int32(segment.first_row) + first_row), me.lane)
         o = cuda.local.array(num_outputs, float32)
         maxima, sums = cuda.local.array(rows, float32), cuda.local.array(rows, float32)
         for i in range(num_outputs):

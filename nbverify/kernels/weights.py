@@ -15,7 +15,7 @@ from nbverify.kernels import ptx
 from nbverify.kernels.geometry import FULL_WARP
 from nbverify.kernels.masking import make_finish_score, make_mask
 from nbverify.kernels.scores import FRAG_BYTES
-from nbverify.kernels.segments import MASK_START, load_segment
+from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import LOG2_E, exponent_base
 
 SLACK = float32(8.0)  # log2 of the largest weight
@@ -47,14 +47,15 @@ def make_weigh(spec, geometry):
     """
     rows, key_frags = ROWS_PER_LANE * geometry.warp_frags, geometry.key_frags
     pack, finish_score = make_pack(spec.dtype), make_finish_score(spec)
-    open_row, sees = make_mask(spec)
+    find_mask, open_row, sees = make_mask(spec)
 
     @cuda.jit(device=True, forceinline=True)
     def scale(me, args, record, first_row, first_key, checked, own):
         ptx.unroll_loops()
         if checked:
             lane = int32(me.lane)
-            segment, mask_start = load_segment(record), record[MASK_START]
+            segment = load_segment(record)
+            mask_start = find_mask(args, segment.request)
             row = int32(segment.first_row) + first_row + lane // LANES_PER_ROW
             key = int32(first_key + 2 * (lane % LANES_PER_ROW))
             seen = cuda.local.array(rows, uint32)  # bits
