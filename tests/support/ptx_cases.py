@@ -466,6 +466,10 @@ def memory(args):
         args.out_if[4 * i + e] = four[e] + two[e % 2]
     for e in range(2):
         args.out_pair_if[2 * i + e] = pair_if[e]
+    # Words with a high bit, and any byte of a word.
+    far = ptx.global_address(args.words, 4 * i if i % 2 else 1 << 50)
+    args.out_word_if[i] = ptx.load_global_u32_if(far, i % 2 << 31)
+    args.out_byte_if[i] = ptx.load_global_u8_if(far + uint64(i // 2 % 4), i % 2)
 
 
 def memory_arrays(rng):
@@ -476,6 +480,8 @@ def memory_arrays(rng):
         "out_words": np.zeros(128, np.uint32),
         "out_word": np.zeros(32, np.uint32),
         "out_plain": np.zeros(32, np.uint32),
+        "out_word_if": np.full(32, 77, np.uint32),
+        "out_byte_if": np.full(32, 77, np.uint32),
         "out_halves": np.zeros(64, np.uint64),
         "out_bytes": np.full(16, 0xA5A5A5A5, np.uint32),
         "out_pair": np.full(64, np.nan, np.float32),
@@ -501,6 +507,9 @@ def check_memory(before, after):
         after["out_if"].reshape(32, 4), floats * odd + np.tile(before["floats"][:64].reshape(32, 2), 2)
     )
     np.testing.assert_array_equal(after["out_pair_if"].reshape(32, 2), floats[:, 2:] * odd)
+    lanes = np.arange(32)
+    np.testing.assert_array_equal(after["out_word_if"], words[:, 0] * odd[:, 0])
+    np.testing.assert_array_equal(after["out_byte_if"], (words[:, 0] >> (8 * (lanes // 2 % 4)) & 255) * odd[:, 0])
 
 
 RECORD = 18  # int64 of a view: a number that no access is a multiple of
@@ -921,6 +930,8 @@ CASES = [
             "@yes ld.global.cg.v4.f32": 1,
             "ld.global.cg.v2.f32": 2,
             "@yes ld.global.cg.v2.f32": 1,
+            "@yes ld.global.u32": 1,
+            "@yes ld.global.u8": 1,
             "st.global.v4.u32": 1,
             "st.global.v4.f32": 1,
             "st.global.v2.f32": 1,
@@ -930,8 +941,8 @@ CASES = [
             "st.shared.v4.f32": 1,
             "ld.shared.v2.u64": 2,
             "st.shared.v2.u64": 1,
-            "ld.global.u32": 1,
-            "ld.global.u8": 1,
+            "ld.global.u32": 2,
+            "ld.global.u8": 2,
             "st.global.u8": 1,
             "prefetch.global.L2": 1,
         },
