@@ -72,7 +72,7 @@ class Gpu:
 
         What does not compile is left to the plan, whose error is the one to see.
         """
-        from nbverify.kernels.tiles import geometry_of, limits_of
+        from nbverify.kernels.planner import geometry_of, limits_of
 
         device = launch.Device(None)
         target = compile.target_of(compile.override_cc() or device.cc)

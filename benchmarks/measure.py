@@ -23,7 +23,8 @@ from benchmarks.check import Expected, WrongResult, numpy_reference
 from benchmarks.problem import Pools, Problem, make_problem
 from benchmarks.shapes import NEW_TILE_LIMIT, Case, Claim, Shape
 from nbverify.errors import NbverifyError
-from nbverify.kernels.tiles import FRAG_ROWS, DeviceLimits, choose_tiles
+from nbverify.kernels.planner import DeviceLimits, choose_tiles
+from nbverify.kernels.tiles import FRAG_ROWS
 from nbverify.spec import VerifySpec
 from nbverify.tile_counts import wasted_mma
 

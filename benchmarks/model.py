@@ -20,7 +20,8 @@ from benchmarks.timing import ROOT
 from nbverify import model, tile_report
 from nbverify.compile import target_of
 from nbverify.configurations import configurations
-from nbverify.kernels.tiles import MmaGeometry, choose_tiles, limits_of
+from nbverify.kernels.planner import choose_tiles, limits_of
+from nbverify.kernels.tiles import MmaGeometry
 from nbverify.model import Batch, Chip, Estimate, Latency
 from nbverify.spec import VerifySpec
 

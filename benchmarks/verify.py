@@ -30,7 +30,7 @@ from benchmarks.shapes import Case, Claim, Goal, Shape
 from benchmarks.timing import RESULTS, head_line, record_name
 from nbverify import presets
 from nbverify.errors import ArgumentError, NbverifyError
-from nbverify.kernels.tiles import limits_of
+from nbverify.kernels.planner import limits_of
 from nbverify.spec import DTYPES, KERNELS, KV_DTYPE_FP8, REDUCTIONS, SCHEDULES, SPLITS, Mask
 
 SUITES = ("must", "neighbours", "claims")

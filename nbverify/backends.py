@@ -23,7 +23,7 @@ from nbverify.errors import ArgumentError, DriverError
 from nbverify.findings import NOTHING_FOUND
 from nbverify.kernels import geometry as geo
 from nbverify.kernels.geometry import Geometry
-from nbverify.kernels.tiles import limits_of
+from nbverify.kernels.planner import limits_of
 from nbverify.spec import VerifySpec
 
 EMULATOR_MEMORY = 2**36  # more than any emulated problem needs

@@ -20,7 +20,7 @@ import nbverify
 from nbverify import presets
 from nbverify.configurations import SPECS
 from nbverify.errors import ArgumentError, NbverifyError
-from nbverify.kernels.tiles import geometry_of, limits_of
+from nbverify.kernels.planner import geometry_of, limits_of
 from nbverify.spec import DTYPES, KERNELS, KV_DTYPE_FP8, REDUCTIONS, SCHEDULES, SPLITS, Mask, VerifySpec
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from nbverify.kernels.tiles import MmaGeometry, choose_tiles, limits_of
+from nbverify.kernels.planner import choose_tiles, limits_of
+from nbverify.kernels.tiles import MmaGeometry
 from nbverify.spec import KV_DTYPE_FP8, VerifySpec
 
 TARGETS = ("8.0", "9.0", "12.0")  # sm_80, sm_90a, sm_120a

@@ -375,7 +375,7 @@ def check_presets_fit(name: str, cc: tuple[int, int], limit_bytes: int) -> Findi
     """Which presets fit ``limit_bytes`` of shared memory, with the tiles chosen for such a device."""
     from nbverify import presets
     from nbverify.kernels import geometry as geo
-    from nbverify.kernels.tiles import geometry_of, limits_of
+    from nbverify.kernels.planner import geometry_of, limits_of
 
     fits, too_large, limits = [], [], limits_of(cc, limit_bytes)
     for preset in presets.PRESETS:

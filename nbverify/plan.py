@@ -27,7 +27,7 @@ from nbverify.errors import ArgumentError, DeviceInputError
 from nbverify.findings import describe_findings
 from nbverify.kernels import geometry as geo
 from nbverify.kernels.geometry import Geometry
-from nbverify.kernels.tiles import geometry_of
+from nbverify.kernels.planner import geometry_of
 from nbverify.spec import FLOAT32_MAX, FLOAT32_TINY, Mask, VerifySpec
 
 MAX_SLOTS = 2**32  # kernels read the low 32 bits of a slot number

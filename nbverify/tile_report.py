@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from nbverify import compile, configurations, model
 from nbverify.configurations import Configuration
 from nbverify.errors import ArgumentError
-from nbverify.kernels.tiles import MmaGeometry, choose_tiles, limits_of
+from nbverify.kernels.planner import choose_tiles, limits_of
+from nbverify.kernels.tiles import MmaGeometry
 from nbverify.model import Batch
 from nbverify.report import kernel_reports
 from nbverify.spec import VerifySpec

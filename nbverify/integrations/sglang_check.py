@@ -24,7 +24,7 @@ from nbverify.errors import ArgumentError
 from nbverify.integrations import sglang as plugin
 from nbverify.integrations.sglang_calls import FP8
 from nbverify.integrations.sglang_plans import with_kernel
-from nbverify.kernels.tiles import choose_tiles, limits_of
+from nbverify.kernels.planner import choose_tiles, limits_of
 from nbverify.spec import Mask, VerifySpec
 
 OK, FAULT, NOTE = "ok", "FAULT", "note"

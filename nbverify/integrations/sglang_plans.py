@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from nbverify.errors import ArgumentError, CompileError, DriverError
 from nbverify.integrations.sglang_calls import FP8, OF_A_FORWARD, Call, address_of, dtype_name
-from nbverify.kernels.tiles import choose_tiles, limits_of
+from nbverify.kernels.planner import choose_tiles, limits_of
 from nbverify.plan import BoundVerify, VerifyPlan
 from nbverify.spec import Mask, VerifySpec
 

@@ -15,20 +15,17 @@ Layout of scores in a lane: ``s[(r * key_frags + j) * 2 + i]`` is row ``8 r + g`
 of the piece, with g = lane // 4 and t = lane % 4: what mma gives, sorted by row.
 """
 
-from numba import cuda, int32, int64, uint32, uint64
+from numba import cuda, uint32
 from numba.cuda import libdevice
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
-from nbverify.kernels.named_barriers import QUERIES
 from nbverify.kernels.row_copies import CHUNK_BYTES
 from nbverify.kernels.rows import make_advance, make_swizzle
-from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import ZERO
 from nbverify.kernels.team_places import make_find_first_key, make_find_team
 from nbverify.kernels.tiles import FRAG_ROWS
 
-NONE_PENDING = 0
 STEP_BYTES = 32  # of a row: 16 columns
 FRAG_BYTES = 16 * WARP  # four 32-bit registers of each lane
 
@@ -54,150 +51,6 @@ def make_find_step(geometry):
         return (k // run * parts * run + k % run) * STEP_BYTES
 
     return first_column, step_columns
-
-
-def _make_row_address(spec):
-    """``row_address(args, segment, row)``: where a query row of the row unit starts; past the end, another one."""
-    group = spec.group
-
-    @cuda.jit(device=True, forceinline=True)
-    def row_address(args, segment, row):
-        request = segment.request
-        head_row, num_rows = int32(int32(segment.first_row) + row), int32(request.num_nodes * group)
-        if head_row >= num_rows:  # not all the same row: many blocks would ask one place in L2 for it
-            here = uint32(max(int32(1), int32(num_rows - int32(segment.first_row))))
-            head_row = int32(int32(segment.first_row) + int32(uint32(row) - ptx.divide_u32(row, here) * here))
-        token = request.token_start + int64(uint32(head_row) // uint32(group))
-        head = segment.kv_head * group + int64(uint32(head_row) % uint32(group))
-        return ptx.global_address(args.q, token * args.q_stride_token + head * args.q_stride_head)
-
-    return row_address
-
-
-def make_load_queries(spec, geometry):
-    """A score warp's queries, once a segment: ``request(me, args, shared, record, turn, first_row)``, and then
-    ``load_queries(me, args, shared, record, turn, first_row, queries)``.
-
-    A row past the end reads some other row: it is computed and not written.
-    """
-    return (_make_load_query_rows if geometry.keeps_query_rows else _make_load_query_fragments)(spec, geometry)
-
-
-def _make_load_query_rows(spec, geometry):
-    """Rows that stay as they are: all warps copy some.  A block barrier after ``load_queries`` publishes them, and one
-    before ``request`` says that nobody reads those of the segment before."""
-    warps, rows_per_tile, pitch, offset = (
-        geometry.warps, geometry.rows_per_tile, geometry.query_pitch, geometry.query_rows_offset,
-    )  # fmt: skip
-    lanes = geometry.copy_lanes
-    rows_per_pass, copies = WARP // lanes, 2 * geometry.head_dim_qk // (CHUNK_BYTES * lanes)
-    swizzle, advance, row_address = make_swizzle(pitch), make_advance(pitch), _make_row_address(spec)
-
-    @cuda.jit(device=True, forceinline=True)
-    def request(me, args, shared, record, turn, first_row):
-        ptx.unroll_loops()
-        segment, piece = load_segment(record), uint32(me.lane % uint32(lanes) * uint32(CHUNK_BYTES))
-        row = uint32(me.warp * uint32(rows_per_pass) + me.lane // uint32(lanes))
-        end = ptx.opaque_u32(uint32(rows_per_tile))  # else the loop is unrolled
-        while row < end:
-            source = row_address(args, segment, int32(row)) + uint64(piece)
-            target = uint32(shared + uint32(offset) + row * uint32(pitch) + (piece ^ swizzle(row)))
-            for i in range(copies):
-                at = i * lanes * CHUNK_BYTES
-                ptx.cp_async_16(advance(target, at), source + uint64(at))
-            row = uint32(row + uint32(warps * rows_per_pass))
-        ptx.cp_async_commit()
-
-    @cuda.jit(device=True, forceinline=True)
-    def load_queries(me, args, shared, record, turn, first_row, queries):
-        ptx.cp_async_wait(NONE_PENDING)
-
-    return request, load_queries
-
-
-def _make_load_query_fragments(spec, geometry):
-    """Fragments in registers, or in shared memory of the warp's own.
-
-    ``first_row`` is the first row, in the row unit, of the warp's own fragment.  Its rows come by cp.async into slots
-    of the ring that are not used yet, the last ones from turn ``turn`` on; in parts of some columns where the ring is
-    small.  ``request`` begins with the first part, before the keys are asked for: behind them it would wait.
-
-    From there warps that share fragments take, each, their columns of all of them, as operands into ``queries``: the
-    fragment of warp ``part + j`` of those is number ``k * column_parts + j``.  Those for which there is no register lie
-    in shared memory, each lane its own 16 bytes.
-    """
-    steps, kept, rest = geometry.query_steps, geometry.query_steps_kept, geometry.query_rest
-    stages, slot_bytes, pitch = geometry.stages, geometry.slot_bytes, geometry.staging_pitch
-    first_slot, warps_per_slot = stages - geometry.staging_slots, geometry.staging_warps
-    steps_per_pass, parts = steps // geometry.staging_parts, geometry.column_parts
-    # Two lanes or more side by side in a row: a pass of the warp is 16 rows at most.
-    queries_offset, lanes = geometry.queries_offset, max(2, geometry.copy_lanes)
-    rows_per_pass, copies = WARP // lanes, STEP_BYTES * steps_per_pass // (CHUNK_BYTES * lanes)
-    swizzle, advance, row_address = make_swizzle(pitch), make_advance(pitch), _make_row_address(spec)
-    first_column, step_columns = make_find_step(geometry)
-
-    @cuda.jit(device=True, forceinline=True)
-    def waiting_rows(shared, turn, warp):
-        """Where the query rows of a score warp wait."""
-        slot = uint32(uint32(turn >> 1) + uint32(first_slot) + warp // uint32(warps_per_slot)) % uint32(stages)
-        place = warp % uint32(warps_per_slot) * uint32(FRAG_ROWS * pitch)
-        return uint32(shared + slot * uint32(slot_bytes) + place)
-
-    @cuda.jit(device=True, forceinline=True)
-    def sync_readers(me):
-        """The warps that share fragments."""
-        if parts > 1:
-            ptx.barrier_sync(uint32(uint32(QUERIES) + me.warp // uint32(parts)), uint32(parts * WARP))
-        else:
-            cuda.syncwarp()
-
-    @cuda.jit(device=True, forceinline=True)
-    def copy_part(me, args, shared, record, turn, first_row, first_step):
-        """Begin to copy the columns of some steps."""
-        ptx.unroll_loops()
-        lane, segment, waiting = int32(me.lane), load_segment(record), waiting_rows(shared, turn, me.warp)
-        piece = uint32(lane % lanes * CHUNK_BYTES)
-        for start in range(0, FRAG_ROWS, rows_per_pass):
-            row = int32(start + lane // lanes)
-            source = row_address(args, segment, int32(first_row + row))
-            source += uint64(piece + uint32(STEP_BYTES * first_step))
-            target = uint32(waiting + uint32(row * pitch) + (piece ^ swizzle(row)))
-            for i in range(copies):
-                at = i * lanes * CHUNK_BYTES
-                ptx.cp_async_16(advance(target, at), source + uint64(at))
-        ptx.cp_async_commit()
-
-    @cuda.jit(device=True, forceinline=True)
-    def request(me, args, shared, record, turn, first_row):
-        copy_part(me, args, shared, record, turn, first_row, 0)
-
-    @cuda.jit(device=True, forceinline=True)
-    def load_queries(me, args, shared, record, turn, first_row, queries):
-        ptx.unroll_loops()
-        lane, part = int32(me.lane), uint32(me.warp % uint32(parts))
-        # Rows 0-7 and 8-15 of the first 8 columns, then of the next 8.
-        row, column = uint32(lane % 16), uint32(uint32(lane // 16 * CHUNK_BYTES) + first_column(part))
-        place = uint32(row * uint32(pitch) + (column ^ swizzle(row)))
-        mine = uint32(shared + me.warp * uint32(rest * FRAG_BYTES) + me.lane * uint32(16) + uint32(queries_offset))
-        for first_step in range(0, steps, steps_per_pass):
-            if first_step > 0:
-                sync_readers(me)  # the part before has been read
-                copy_part(me, args, shared, record, turn, first_row, first_step)
-            ptx.cp_async_wait(NONE_PENDING)
-            sync_readers(me)  # publishes the rows to them
-            for j in range(parts):
-                owner = uint32(me.warp - part + (part + uint32(j)) % uint32(parts))
-                fragment = uint32(waiting_rows(shared, turn, owner) + place)
-                for i in range(steps_per_pass // parts):
-                    x, q = ptx.ldmatrix_x4(advance(fragment, step_columns(i))), first_step + i * parts + j
-                    if q < kept:
-                        queries[4 * q], queries[4 * q + 1], queries[4 * q + 2], queries[4 * q + 3] = (
-                            x[0], x[1], x[2], x[3],
-                        )  # fmt: skip
-                    else:
-                        ptx.store_shared_v4_u32(mine + uint32((q - kept) * FRAG_BYTES), x)
-
-    return request, load_queries
 
 
 def step_registers_of(geometry):

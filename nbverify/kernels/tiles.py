@@ -18,70 +18,20 @@ Two ways to share a tile among the warps of a block, both in row fragments of 16
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from nbverify.errors import ArgumentError
-from nbverify.kernels.geometry import (
-    SEGMENT_FIELDS,
-    WARP,
-    SimtGeometry,
-    chunk_bytes,
-    merge_scratch_bytes,
-    simt_geometry,
-    table_bytes,
-)
-from nbverify.spec import VerifySpec
+from nbverify.kernels.geometry import SEGMENT_FIELDS, WARP, chunk_bytes, merge_scratch_bytes, table_bytes
 
 FRAG_ROWS = 16  # rows of an mma
 FRAG_KEYS = 16  # keys of an mma of P and V
 SM_QUARTERS = 4  # schedulers of an SM, each with its tensor core; warp w of a block is in quarter w % 4
-MAX_TILE_KEYS, MAX_ROLE_TILE_KEYS = 64, 32
-MAX_SLOT_BYTES = 40 * 1024  # of a tile in the ring
 LINE_BYTES = 128  # of all banks of shared memory
 PAD_BYTES = 16  # after each row that is not of whole lines (rows.py)
 LINE_STEPS = LINE_BYTES // 32  # k16 steps of a line
-MAX_WARPS = 8  # 255 registers a thread
-MIN_PAIRED_FRAGS = 8  # from so many on a warp of a team has two
-MAX_PAIRED_DIM = 128  # accumulators of 32 rows x 128 columns: 128 registers
-MAX_ROLE_FRAGS = 4  # 64 rows
-MAX_LEAN_WARPS = 12  # 168 registers a thread
-MAX_TEAMS = 15  # named barriers
-MAX_STAGES = 8
-MIN_STAGES = 3  # two tiles in use, one on its way
-MIN_RAW_STAGES = 2
-ONE_WARP_MAX_DIM = 256  # accumulators of 16 rows x 256 columns: 128 registers
-TABLE_RESERVE = 1024  # bytes kept free for the work table, so that the tile does not depend on max_requests below 63
-# Registers beside a warp's large arrays: fragments in flight, addresses, row states.  Found by compiling: less spills.
-TEAM_REGISTERS = 64
-ROLE_REGISTERS = 24  # and the operands of two steps
-WIDEN_REGISTERS = 8  # fp8: a second ring
 
 # Measured on an H200: partial states, written and merged, of all blocks together; of one block an mma, and pool rows.
 PARTIAL_BYTES_PER_CLOCK, CLOCKS_PER_MMA, POOL_BYTES_PER_CLOCK = 1100, 2.7, 20
 SEGMENT_CLOCKS = 12_000  # to look a segment up, fill the ring, and write what came out
-
-
-@dataclass(frozen=True)
-class DeviceLimits:
-    """What the choice of a tile depends on."""
-
-    shared_bytes: int  # that a block may use (opt-in)
-    can_suspend: bool  # a thread that waits at an mbarrier: compute capability 9.0 and up
-
-
-# Opt-in shared memory of a block by compute capability (CUDA C++ Programming Guide, "Technical Specifications").
-SHARED_BYTES = {
-    (8, 0): 166_912, (8, 6): 101_376, (8, 7): 166_912, (8, 9): 101_376,
-    (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448, (12, 0): 101_376, (12, 1): 101_376,
-}  # fmt: skip
-SMALLEST_SHARED_BYTES = min(SHARED_BYTES.values())
-
-
-def limits_of(cc: tuple[int, int], shared_bytes: int | None = None) -> DeviceLimits:
-    """Limits of a compute capability; ``shared_bytes`` where a device or a user says it."""
-    if shared_bytes is None:
-        shared_bytes = SHARED_BYTES.get(cc, SMALLEST_SHARED_BYTES)
-    return DeviceLimits(shared_bytes, can_suspend=cc >= (9, 0))
 
 
 @dataclass(frozen=True)
@@ -480,120 +430,6 @@ class MmaGeometry:
         return self.tile_bytes + table_bytes(max_requests)
 
 
-def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
-    """The tile of a spec on a device.  Its reasons:
-
-    Teams or roles
-        Teams while a row's output fits a warp's registers (head dims up to 256): nothing is exchanged.
-    Rows
-        As few as the spec's nodes x heads fill, in steps of 16: an unused row costs as much as a used one.  If they do
-        not fit one tile, tiles of equal height.  Roles stop at 64 rows, whose outputs take half the register file.
-        Where shared memory is small: the tallest tiles whose queries have room.
-    Keys
-        Tiles of 64 keys, and of 32 for MLA and for wide heads, make 16 to 40 KB a step; less where the device's shared
-        memory is small.  With more a step there are too few on their way: 4 x 33 x 4/1 x 256 at 16k took 102 us with
-        three tiles of 64 KB on an H200, and 81 with six of 32.
-    Teams
-        Eight warps at least: memory latency wants them.  Those that the rows leave over take keys of their own.  From
-        five fragments on a block has one warp for each, and the slowest SM quarter sets the pace: nine warps would have
-        three in one quarter and two in the others.  So the one or two fragments past a multiple of four are shared by
-        four warps, one in each quarter, which take tiles in turn (1 x 33 x 32/8 x 128 at 32k: 95 instead of 104 us).
-        From eight fragments on shared memory sets the pace: each warp reads all keys and values.  So a warp has two
-        fragments where its registers hold their outputs, and the same rule goes for warps of 32 rows.  (With seven, too
-        many rows of the eighth would be for nothing.)
-    Stages
-        All that fit.  Two tiles are in use at a time, the others are on their way.  An fp8 tile is on its way in its
-        own, smaller slots, and the ring has just what is in use and the tile that is being widened.
-
-    Raises ArgumentError for widths that neither serves.
-    """
-    frags = -(-spec.max_nodes * spec.group // FRAG_ROWS)
-    has_roles = max(spec.head_dim_qk, spec.head_dim_v) > ONE_WARP_MAX_DIM
-    if has_roles:
-        value_warps = next((n for n in (8, 4, 2) if spec.head_dim_v % (16 * n) == 0), 0)
-        most = MAX_ROLE_FRAGS
-        columns = spec.head_dim_v // max(1, value_warps)
-        if not spec.shared_kv or value_warps == 0 or min(frags, most) * columns // 2 > 128:
-            raise ArgumentError(
-                "kernel",
-                "head dims up to 256, or shared K/V and a head_dim_v that is a multiple of 128, for 'mma'; "
-                "'simt' takes all",
-                f"head_dim_qk={spec.head_dim_qk}, head_dim_v={spec.head_dim_v}, shared_kv={spec.shared_kv}",
-            )
-    else:
-        most = MAX_LEAN_WARPS if spec.head_dim_v // 2 + spec.head_dim_qk // 4 <= 96 else MAX_WARPS
-    shapes: list[dict[str, int]] = []
-    if has_roles:
-        for height in _heights(frags, most):
-            shapes += [_roles(height, value_warps, keys) for keys in (MAX_ROLE_TILE_KEYS, FRAG_KEYS)]
-    else:
-        if frags >= MIN_PAIRED_FRAGS and spec.head_dim_v <= MAX_PAIRED_DIM:
-            for height in _heights(-(-frags // 2), MAX_WARPS):
-                shapes += _teams(height, 2)
-        for height in _heights(frags, most):
-            shapes += _teams(height, 1)
-    for shape in shapes:
-        tiles = MmaGeometry(
-            head_dim_qk=spec.head_dim_qk,
-            head_dim_v=spec.head_dim_v,
-            shared_kv=spec.shared_kv,
-            **shape,
-            column_parts=column_parts_of(shape["row_frags"], spec.head_dim_qk // 16) if has_roles else 1,
-            cache_bytes=1 if spec.is_fp8 else 2,
-            stages=MIN_STAGES,
-            raw_stages=MIN_RAW_STAGES if spec.is_fp8 else 0,
-            query_steps_kept=0,
-            can_suspend=limits.can_suspend,
-        )
-        tiles = replace(tiles, query_steps_kept=query_steps_in_registers(tiles))
-        room = limits.shared_bytes - max(TABLE_RESERVE, table_bytes(spec.max_requests))
-        deeper = [tiles, *(with_stages(tiles, n) for n in range(MIN_STAGES + 1, MAX_STAGES + 1))]
-        fitting = [one for one in deeper if one.fits(room)]
-        if fitting and (tiles.slot_bytes <= MAX_SLOT_BYTES or tiles.team_keys == FRAG_KEYS):
-            return fitting[-1]
-    return tiles  # check_shared_memory says by how much it does not fit
-
-
-def _heights(rows: int, most: int) -> list[int]:
-    """Heights of equal row tiles, of ``most`` or less, that together have ``rows``: from the tallest down."""
-    return list(dict.fromkeys(-(-rows // n) for n in range(-(-rows // most), rows + 1)))
-
-
-def _roles(row_frags: int, value_warps: int, keys: int) -> dict[str, int]:
-    return {
-        "row_frags": row_frags, "value_warps": value_warps,
-        "row_teams": 1, "key_teams": 1, "team_keys": keys, "tail_warps": 0, "key_pieces": 1,
-    }  # fmt: skip
-
-
-def _teams(height: int, row_frags: int) -> list[dict[str, int]]:
-    """Tiles of ``height`` warps, with those that share their rows: from the one with the most keys down."""
-    shapes = []
-    if height > SM_QUARTERS:
-        tail = height % SM_QUARTERS if height % SM_QUARTERS <= SM_QUARTERS // 2 else 0
-        shapes = [(SM_QUARTERS // tail if tail else 1, MAX_TILE_KEYS // n, tail) for n in (1, 2, 4)]
-    else:
-        teams = MAX_WARPS // height
-        while teams > 0:
-            keys = [max(FRAG_KEYS, MAX_TILE_KEYS // teams // n // FRAG_KEYS * FRAG_KEYS) for n in (1, 2, 4)]
-            shapes += [(teams, n, 0) for n in dict.fromkeys(keys)]
-            teams //= 2
-    return [
-        {
-            "row_frags": row_frags, "value_warps": 0, "row_teams": height, "key_teams": key_teams, "team_keys": keys,
-            "tail_warps": tail, "key_pieces": 2 if row_frags > 1 and keys > FRAG_KEYS else 1,
-        }
-        for key_teams, keys, tail in shapes
-    ]  # fmt: skip
-
-
-def with_stages(tiles: MmaGeometry, stages: int) -> MmaGeometry:
-    """With so many tiles in use or on their way: in the ring, or of fp8 in the raw slots, as far as the ring allows."""
-    if tiles.raw_stages:
-        return replace(tiles, raw_stages=stages - MIN_STAGES + MIN_RAW_STAGES)
-    return replace(tiles, stages=stages)
-
-
 def row_pitch(width: int, slice_bytes: int = LINE_BYTES) -> int:
     """Distance of rows of ``width`` bytes, a multiple of 32, of which each reader takes a slice from its own on."""
     can_advance = slice_bytes % LINE_BYTES == 0 or LINE_BYTES % slice_bytes == 0
@@ -603,36 +439,3 @@ def row_pitch(width: int, slice_bytes: int = LINE_BYTES) -> int:
 def run_steps_of(column_parts: int) -> int:
     """``MmaGeometry.run_steps``: one where the number of parts divides a line's steps, else those of a line."""
     return 1 if LINE_STEPS % column_parts == 0 else LINE_STEPS
-
-
-def column_parts_of(row_frags: int, query_steps: int) -> int:
-    """Score warps that share their row fragments: the fewest, above one, that divide both.
-
-    Each reads its part of the columns of a key for all these fragments, and they exchange sums.  Two read half of the
-    keys from shared memory that two by themselves would: for four fragments and 32 keys of 576 columns 72 KB instead of
-    144, and 16 KB for the exchange.  Four or more would exchange what they save.
-    """
-    return next(
-        (n for n in (2, 3) if row_frags % n == 0 and query_steps % (n * run_steps_of(n)) == 0),
-        1,
-    )
-
-
-def query_steps_in_registers(tiles: MmaGeometry) -> int:
-    """How many fragments of the queries a warp keeps; the rest it reads from shared memory for each tile."""
-    if tiles.keeps_query_rows:
-        return 0
-    # Of this tile; with roles also of the last one, and of this one for all fragments that are shared.
-    scores = (1 + tiles.column_parts if tiles.has_roles else 1) * 4 * tiles.key_frags
-    outputs = 0 if tiles.has_roles else 4 * tiles.value_frags
-    whole_groups = -(-tiles.warps // 4) * 4  # registers are handed out to four warps at a time
-    registers = min(255, 65536 // (whole_groups * WARP) // 8 * 8)
-    operands = 2 * (2 * tiles.key_frags + 4 * tiles.column_parts)
-    others = ROLE_REGISTERS + operands if tiles.has_roles else TEAM_REGISTERS
-    others += WIDEN_REGISTERS if tiles.raw_stages else 0
-    return max(0, min(tiles.query_steps, (registers - scores - outputs - others) // 4))
-
-
-def geometry_of(spec: VerifySpec, limits: DeviceLimits) -> SimtGeometry | MmaGeometry:
-    """Geometry of the spec's kernel on a device."""
-    return choose_tiles(spec, limits) if spec.kernel == "mma" else simt_geometry(spec)

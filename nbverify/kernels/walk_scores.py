@@ -6,7 +6,8 @@ from nbverify.kernels import ptx
 from nbverify.kernels.masking import make_prefetch_mask
 from nbverify.kernels.named_barriers import DONE, QFREE, READY
 from nbverify.kernels.outputs import make_finish_rows
-from nbverify.kernels.scores import make_exchange, make_load_queries, make_multiply_keys, step_registers_of
+from nbverify.kernels.queries import make_load_queries
+from nbverify.kernels.scores import make_exchange, make_multiply_keys, step_registers_of
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
 from nbverify.kernels.tiles import FRAG_ROWS

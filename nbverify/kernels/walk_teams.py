@@ -18,7 +18,7 @@ from nbverify.kernels import ptx
 from nbverify.kernels.geometry import SEGMENT_FIELDS, WARP
 from nbverify.kernels.masking import make_prefetch_mask
 from nbverify.kernels.outputs import make_finish_rows, make_join_teams, make_write_outputs
-from nbverify.kernels.scores import make_load_queries
+from nbverify.kernels.queries import make_load_queries
 from nbverify.kernels.segments import NEXT_POSITION, RECORD_BYTES, load_segment, make_open_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
 from nbverify.kernels.team_places import make_find_first_key, make_find_team, make_takes_tile

@@ -22,7 +22,7 @@ from numba import cuda, float32
 import nbverify as nv
 from nbverify import compile
 from nbverify.compile import CompiledKernel, Resources, Target, cache_directory, target_of
-from nbverify.kernels.tiles import geometry_of, limits_of
+from nbverify.kernels.planner import geometry_of, limits_of
 from nbverify.spec import KERNELS
 
 PACKAGE = Path(nv.__file__).parent
@@ -321,7 +321,7 @@ FAKE_COMPILER = """
 import sys, types
 from nbverify import VerifySpec, compile
 from nbverify.kernels import geometry
-from nbverify.kernels.tiles import geometry_of, limits_of
+from nbverify.kernels.planner import geometry_of, limits_of
 
 def body_of(step):
     def body(args): pass
@@ -578,7 +578,7 @@ REAL_COMPILER = """
 import json, sys
 from nbverify import VerifySpec
 from nbverify.compile import compile_spec, target_of
-from nbverify.kernels.tiles import geometry_of, limits_of
+from nbverify.kernels.planner import geometry_of, limits_of
 
 spec = VerifySpec.gqa(1, 1, 16, mask="none", reduction="two_launch",
                       max_requests=4, max_nodes=8, max_kv_len=64, sm_scale=0.25)

@@ -9,7 +9,7 @@ from benchmarks import shapes, verify
 from benchmarks.measure import judge, judge_waste, rates, specs_of
 from benchmarks.shapes import MUST, Case, gqa, mla
 from nbverify.configurations import TARGETS
-from nbverify.kernels.tiles import choose_tiles, limits_of
+from nbverify.kernels.planner import choose_tiles, limits_of
 
 H200 = {"read_gb_s": 4360.0, "mma_tflop_s": 605.0}  # what the limits were computed with
 

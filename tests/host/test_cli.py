@@ -19,7 +19,7 @@ from nbverify.compile import CompiledKernel, Resources
 from nbverify.configurations import configurations
 from nbverify.doctor import SM_LIMITS
 from nbverify.kernels import geometry as geo
-from nbverify.kernels.tiles import geometry_of, limits_of
+from nbverify.kernels.planner import geometry_of, limits_of
 
 ROOT = Path(__file__).parents[2]
 

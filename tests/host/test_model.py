@@ -11,7 +11,7 @@ from benchmarks import shapes
 from benchmarks.measure import rates
 from nbverify import model, tile_report
 from nbverify.configurations import SPECS, TARGETS, configurations
-from nbverify.kernels.tiles import SHARED_BYTES, choose_tiles, limits_of
+from nbverify.kernels.planner import SHARED_BYTES, choose_tiles, limits_of
 from nbverify.model import Batch, Latency
 from nbverify.tile_counts import (
     copy_counts,

@@ -15,8 +15,9 @@ from support.kernels import geometry_for
 import nbverify as nv
 from nbverify import presets
 from nbverify.kernels import geometry as geo
+from nbverify.kernels.planner import SHARED_BYTES, column_parts_of, geometry_of, limits_of
 from nbverify.kernels.segments import INDEX_LISTS, RECORD_BYTES
-from nbverify.kernels.tiles import SHARED_BYTES, column_parts_of, geometry_of, limits_of, row_pitch
+from nbverify.kernels.tiles import row_pitch
 
 CAPABILITIES = ((8, 0), (8, 6), (9, 0), (12, 0))
 BUDGETS = (65_536, 101_376, 232_448)  # B16: an older card, sm_120, sm_90

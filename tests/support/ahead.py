@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import nbverify as nv
 from nbverify import compile
-from nbverify.kernels.tiles import geometry_of, limits_of
+from nbverify.kernels.planner import geometry_of, limits_of
 
 
 class Job(NamedTuple):

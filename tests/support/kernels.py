@@ -14,7 +14,7 @@ import pytest
 import nbverify as nv
 from nbverify import compile
 from nbverify.kernels.geometry import Geometry
-from nbverify.kernels.tiles import geometry_of, limits_of
+from nbverify.kernels.planner import geometry_of, limits_of
 from nbverify.spec import KERNELS
 
 H200 = (9, 0)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import nbverify as nv
-from nbverify.kernels.tiles import limits_of
+from nbverify.kernels.planner import limits_of
 from support.basic import CAP, gqa, mla, soft_cap, tile_keys
 from support.batches import assert_close, random_batch
 from support.devices import BoundBatch, run
