@@ -24,6 +24,11 @@ from nbverify.spec import Mask
 BITS_PER_WORD = 32
 
 
+def checks_every_tile(spec):
+    """Whether a key before the drafts may be hidden too, or its score changed.  Else prefix tiles do not ask."""
+    return spec.score_mod is not None or not spec.prefix_visible
+
+
 class MaskRow(NamedTuple):
     """What is needed to say which keys a node sees.  One that is not of the request sees none."""
 

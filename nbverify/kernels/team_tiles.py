@@ -11,6 +11,7 @@ from numba import cuda, float32, uint32
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import FULL_WARP
+from nbverify.kernels.masking import checks_every_tile
 from nbverify.kernels.scores import make_multiply_keys, step_registers_of
 from nbverify.kernels.values import make_find_non_finite, make_multiply_values, make_rescale
 from nbverify.kernels.weights import ROWS_PER_LANE, make_multiply_and_weigh, make_weigh, make_weigh_alone
@@ -29,7 +30,7 @@ def _make_walk_whole(spec, geometry):
     rows = ROWS_PER_LANE * geometry.warp_frags
     num_fragments = (geometry.steps_ahead + 1) * step_registers_of(geometry)
     num_scores, num_weights = 2 * rows * key_frags, rows * key_frags
-    always_checked = spec.score_mod is not None or not spec.prefix_visible
+    always_checked = checks_every_tile(spec)
     multiply_keys, rescale = make_multiply_keys(spec, geometry), make_rescale(geometry)
     weighing = make_weigh(spec, geometry)
     scale, weigh_alone = weighing[0], make_weigh_alone(geometry, weighing)
@@ -62,7 +63,7 @@ def _make_walk_pieces(spec, geometry):
     k_bytes, v_bytes = piece_keys * geometry.k_pitch, piece_keys * geometry.v_pitch
     num_fragments = (geometry.steps_ahead + 1) * step_registers_of(geometry)
     num_scores, num_weights = 2 * rows * key_frags, rows * key_frags
-    always_checked = spec.score_mod is not None or not spec.prefix_visible
+    always_checked = checks_every_tile(spec)
     multiply_keys, rescale = make_multiply_keys(spec, geometry), make_rescale(geometry)
     weighing = make_weigh(spec, geometry)
     scale, weigh_alone = weighing[0], make_weigh_alone(geometry, weighing)

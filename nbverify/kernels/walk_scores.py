@@ -3,7 +3,7 @@
 from numba import cuda, float32, int32, uint32
 
 from nbverify.kernels import ptx
-from nbverify.kernels.masking import make_prefetch_mask
+from nbverify.kernels.masking import checks_every_tile, make_prefetch_mask
 from nbverify.kernels.named_barriers import DONE, QFREE, READY
 from nbverify.kernels.outputs import make_finish_rows
 from nbverify.kernels.queries import make_load_queries
@@ -28,7 +28,7 @@ def make_walk_scores(spec, geometry, ring):
     num_fragments = (geometry.steps_ahead + 1) * step_registers_of(geometry)
     num_scores, num_weights, group = 4 * key_frags, 2 * key_frags, spec.group
     num_products = parts * num_scores
-    always_checked = spec.score_mod is not None or not spec.prefix_visible
+    always_checked = checks_every_tile(spec)
     wait_full, next_turn, tile_address = ring.wait_full, ring.next_turn, ring.tile_address
     request_queries, load_queries = make_load_queries(spec, geometry)
     multiply_keys = make_multiply_keys(spec, geometry)

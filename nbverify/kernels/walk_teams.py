@@ -16,7 +16,7 @@ from numba import cuda, float32, int32, uint32
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import SEGMENT_FIELDS, WARP
-from nbverify.kernels.masking import make_prefetch_mask
+from nbverify.kernels.masking import checks_every_tile, make_prefetch_mask
 from nbverify.kernels.outputs import make_finish_rows, make_join_teams, make_write_outputs
 from nbverify.kernels.queries import make_load_queries
 from nbverify.kernels.segments import NEXT_POSITION, RECORD_BYTES, load_segment, make_open_segment
@@ -55,7 +55,7 @@ def _make_walk_segment(spec, geometry, ring):
     num_queries, num_outputs = max(1, 4 * geometry.query_steps_kept), 4 * geometry.row_frags * geometry.value_frags
     rows, group = ROWS_PER_LANE * geometry.warp_frags, spec.group
     before_queries = stages - geometry.staging_slots  # tiles that go to slots where no queries are
-    always_checked = spec.score_mod is not None or not spec.prefix_visible
+    always_checked = checks_every_tile(spec)
 
     find_first_rows, fetch, wait_full, release = ring.find_first_rows, ring.fetch, ring.wait_full, ring.release
     tile_address, next_turn, turn_before = ring.tile_address, ring.next_turn, ring.turn_before
