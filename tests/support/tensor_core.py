@@ -21,14 +21,22 @@ from support.probes import assert_bits, bit_probe
 MMA = {"kernel": "mma"}
 GQA = gqa(4, 2, 16, **MMA)
 MLA = mla(2, head_dim_qk=288, head_dim_v=64, **MMA)  # the narrowest whose columns are shared among warps
+PAIRS = gqa(32, 2, 16, **MMA)  # warps of 32 rows, whose weights stand among products
 KIMI = mla(8, max_nodes=9, max_requests=2, **MMA)  # 576 and 512, 72 rows
 BOTH = {"gqa": GQA, "mla": MLA}
 FP8 = {f"{name}-fp8": replace(spec, kv_dtype="float8_e4m3fn") for name, spec in BOTH.items()}
-each = pytest.mark.parametrize("spec", BOTH.values(), ids=BOTH)
+
+
+def slow(*values):
+    """Left to ``make test-all`` and to the GPU."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+each = pytest.mark.parametrize("spec", [*BOTH.values(), slow(PAIRS)], ids=[*BOTH, "pairs"])
 # Specs that tests make of those they are given: for tests/gpu/conftest.py.
 ALSO_COMPILED = [
     KIMI,
-    *(replace(spec, prefix_visible=False, max_nodes=8) for spec in BOTH.values()),
+    *(replace(spec, prefix_visible=False, max_nodes=8) for spec in (*BOTH.values(), PAIRS)),
     replace(GQA, dtype="float16", kv_dtype="float16"),
 ]
 BAD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
@@ -36,11 +44,6 @@ each_fp8 = pytest.mark.parametrize("spec", FP8.values(), ids=FP8)
 each_bad_value = pytest.mark.parametrize(
     "value", [pytest.param(v, id=name, marks=pytest.mark.slow if name == "-inf" else ()) for name, v in BAD.items()]
 )
-
-
-def slow(*values):
-    """Left to ``make test-all`` and to the GPU."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 # Both NaN of e4m3, which has no infinities; the second is the one that looks negative.
@@ -122,11 +125,12 @@ def test_any_number_of_rows(dev, spec):
     "spec",
     [
         *BOTH.values(),
+        slow(PAIRS),
         slow(replace(GQA, split="fixed")),
         slow(replace(GQA, mask=nv.Mask.CAUSAL)),
         slow(replace(MLA, score_mod=soft_cap)),
     ],
-    ids=[*BOTH, "fixed", "causal", "score_mod"],
+    ids=[*BOTH, "pairs", "fixed", "causal", "score_mod"],
 )
 def test_edges_of_key_tiles(dev, spec):
     """One key in all, whole tiles of prefix and one key more or less, drafts in one tile, in two, and alone in one."""
@@ -144,7 +148,7 @@ def test_edges_of_key_tiles(dev, spec):
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, slow(4), 9, slow(17)])
-@pytest.mark.parametrize("spec", [*BOTH.values(), *map(slow, FP8.values())], ids=[*BOTH, *FP8])
+@pytest.mark.parametrize("spec", [*BOTH.values(), *map(slow, (PAIRS, *FP8.values()))], ids=[*BOTH, "pairs", *FP8])
 def test_segments_of_any_length(dev, spec, tiles):
     """Shorter than the ring, as long, and going round it; by one block, and by three."""
     k, limit = tile_keys(dev, spec), smallest_limit(dev, spec)
@@ -155,7 +159,7 @@ def test_segments_of_any_length(dev, spec, tiles):
         assert_close(batch, result.out, result.lse)
 
 
-@pytest.mark.parametrize("spec", [*BOTH.values(), *FP8.values()], ids=[*BOTH, *FP8])
+@pytest.mark.parametrize("spec", [*BOTH.values(), PAIRS, *FP8.values()], ids=[*BOTH, "pairs", *FP8])
 def test_many_short_segments_of_one_block(dev, spec):
     """The ring goes on from one segment to the next; a segment of one tile follows one of several."""
     spec = replace(spec, max_requests=12)
@@ -224,10 +228,10 @@ def check_bad_rows(dev, spec, value):
     assert_close(bad, result.out, result.lse)
     for node in (0, 1, 3):
         assert result.rows(slice(node, node + 1)) == want.rows(slice(node, node + 1))
-    seen = result.out[2].astype(np.float64)
+    seen, group = result.out[2].astype(np.float64), spec.group
     if not spec.shared_kv:
-        assert not np.isfinite(seen[:2, 7]).any() and np.isfinite(np.delete(seen, 7, axis=1)).all()
-        assert np.isfinite(seen[2:]).all(), "the other KV head"
+        assert not np.isfinite(seen[:group, 7]).any() and np.isfinite(np.delete(seen, 7, axis=1)).all()
+        assert np.isfinite(seen[group:]).all(), "the other KV head"
 
 
 @each
@@ -377,17 +381,18 @@ FP8_CASES = {
     "gqa 1 row": gqa(2, 2, 64, max_nodes=1),
     "gqa 24 rows": gqa(8, 2, 32, max_nodes=6),
     "gqa 4 x 9 rows": gqa(4, 1, 128, max_nodes=9),
+    "gqa 132 rows": gqa(8, 2, 64, max_nodes=33),
     "gqa 192-128": gqa(2, 1, 192, head_dim_v=128, max_nodes=4),
     "mla-576-512": mla(2, max_nodes=2),
     "gqa 256": gqa(2, 1, 256, max_nodes=4),
 }
-SLOW_FP8_CASES = ("mla 64 rows", "mla 72 rows", "mla-576-512", "gqa 1 row", "gqa 4 x 9 rows", "gqa 192-128", "gqa 256")
+QUICK_FP8_CASES = ("mla 1 row", "mla 4 rows", "gqa 24 rows")
 
 
 def fp8_specs():
     for name, given in FP8_CASES.items():
         for dtype in ("bfloat16", "float16"):
-            is_slow = name in SLOW_FP8_CASES or (dtype == "float16") != (name in ("mla 4 rows", "gqa 24 rows"))
+            is_slow = name not in QUICK_FP8_CASES or (dtype == "float16") != (name in ("mla 4 rows", "gqa 24 rows"))
             marks = pytest.mark.slow if is_slow else ()
             spec = replace(given, dtype=dtype, kv_dtype="float8_e4m3fn", max_requests=2, **MMA)
             yield pytest.param(spec, id=f"{name} {dtype}", marks=marks)
