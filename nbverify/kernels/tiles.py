@@ -135,8 +135,14 @@ class MmaGeometry:
 
     @property
     def copied_rows(self) -> int:
-        """Rows of a tile that one warp fetches: whole passes."""
+        """Rows of a tile that one warp fetches: whole passes.
+
+        With two fragments a warp, those that share rows fetch all if there are any, since they multiply a part of the
+        tiles only.
+        """
         rows_per_pass, warps = WARP // self.copy_lanes, self.value_warps or self.warps
+        if self.keeps_query_rows and self.tail_warps:
+            warps = self.key_teams * self.tail_warps
         return -(-self.keys_per_tile // (warps * rows_per_pass)) * rows_per_pass
 
     @property
