@@ -24,6 +24,7 @@ TABLE_RESERVE = 1024  # bytes kept free for the work table, so that the tile doe
 # Registers beside a warp's large arrays: fragments in flight, addresses, row states.  Found by compiling: less spills.
 TEAM_REGISTERS = 64
 ROLE_REGISTERS = 24  # and the operands of two steps
+SHORT_PRODUCT_STEPS, SHORT_PRODUCT_REGISTERS = 12, 16  # roles: weights stand closer together among fewer steps
 WIDEN_REGISTERS = 8  # fp8: a second ring
 
 
@@ -189,6 +190,7 @@ def query_steps_in_registers(tiles: MmaGeometry) -> int:
     operands = 2 * (2 * tiles.key_frags + 4 * tiles.column_parts)
     others = ROLE_REGISTERS + operands if tiles.has_roles else TEAM_REGISTERS
     others += WIDEN_REGISTERS if tiles.raw_stages else 0
+    others += SHORT_PRODUCT_REGISTERS if tiles.has_roles and tiles.part_steps < SHORT_PRODUCT_STEPS else 0
     return max(0, min(tiles.query_steps, (registers - scores - outputs - others) // 4))
 
 
