@@ -53,7 +53,7 @@ def make_weigh(spec, geometry):
     def scale(me, args, record, first_row, first_key, checked, own):
         ptx.unroll_loops()
         if checked:
-            lane = int32(me.lane)
+            lane = int32(ptx.opaque_u32(me.lane))  # else rows and keys are kept in registers from tile to tile
             segment = load_segment(record)
             mask_start = find_mask(args, segment.request)
             row = int32(segment.first_row) + first_row + lane // LANES_PER_ROW
