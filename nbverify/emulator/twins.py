@@ -266,7 +266,6 @@ def _builtin_twins() -> dict[int, Any]:
 
     from nbverify.emulator import ptx_twins
     from nbverify.kernels import ptx
-    from nbverify.tree.kernels import ptx as tree_ptx
 
     twins: dict[int, Any] = {id(builtins.max): numbers.maximum, id(builtins.min): numbers.minimum}
     for name, twin in CUDA_TWINS.items():
@@ -276,6 +275,6 @@ def _builtin_twins() -> dict[int, Any]:
         twins[id(real)] = twin
     twins |= {id(getattr(libdevice, name)): twin for name, twin in numbers.LIBDEVICE_TWINS.items()}
     twins |= {id(getattr(math, name)): twin for name, twin in numbers.MATH_TWINS.items() if hasattr(math, name)}
-    twins |= ptx_twins.twins_of(ptx) | ptx_twins.twins_of(tree_ptx)
+    twins |= ptx_twins.twins_of(ptx)
     twins |= {id(getattr(types, name if name != "bool" else "boolean")): twin for name, twin in CASTS.items()}
     return twins

@@ -434,6 +434,12 @@ def load_global_u32_if(typingctx, address, condition):
 
 
 @intrinsic
+def load_global_u8(typingctx, address):
+    """1 byte: global -> u32, the upper bits 0.  "ld"."""
+    return _emit("ld.global.u8 $0, [$1];", u32, (address, u64))
+
+
+@intrinsic
 def load_global_v4_u32(typingctx, address):
     """16 bytes, 16-byte aligned: global -> u32[4].
 
@@ -476,6 +482,12 @@ def load_global_v2_f32_if(typingctx, address, condition):
 def load_global_v2_f32(typingctx, address):
     """8 bytes, 8-byte aligned, from L2: global -> f32[2].  See ``load_global_v4_u32``."""
     return _emit("ld.global.cg.v2.f32 {$0, $1}, [$2];", f32x2, (address, u64))
+
+
+@intrinsic
+def store_global_u8(typingctx, address, value):
+    """1 byte: global, the low bits of a u32.  "st"."""
+    return _emit("st.global.u8 [$0], $1;", types.void, (address, u64), (value, u32))
 
 
 @intrinsic
@@ -708,6 +720,18 @@ def barrier_arrive(typingctx, barrier, threads):
     A warp must not arrive again before the phase is over: it would be counted twice, and open the barrier early.
     """
     return _emit("bar.arrive $0, $1;", types.void, (barrier, u32), (threads, u32))
+
+
+@intrinsic
+def warp_max_u32(typingctx, value):
+    """u32: the largest of all lanes, in each.  sm_80.  "redux.sync"."""
+    return _emit("redux.sync.max.u32 $0, $1, 0xffffffff;", u32, (value, u32))
+
+
+@intrinsic
+def warp_min_u32(typingctx, value):
+    """u32: the smallest of all lanes, in each.  sm_80.  "redux.sync"."""
+    return _emit("redux.sync.min.u32 $0, $1, 0xffffffff;", u32, (value, u32))
 
 
 @intrinsic

@@ -19,7 +19,6 @@ from nbverify import compile as nbc
 from nbverify.contract import Parameter
 from nbverify.emulator import Emulator
 from nbverify.kernels import formats, ptx
-from nbverify.tree.kernels import ptx as tree_ptx
 
 EPS = float(np.finfo(np.float32).eps)
 CANONICAL_NAN = 0x7FFF  # of both 16-bit types
@@ -455,9 +454,7 @@ def memory(args):
     args.out_plain[i] = ptx.load_global_u32(ptx.global_address(args.words, 4 * i + 3))
     # Bytes of a word change places, and the word beside them stays.
     byte = ptx.global_address(args.out_bytes, 0) + uint64(8 * (i // 4) + i % 4)
-    tree_ptx.store_global_u8(
-        byte, tree_ptx.load_global_u8(ptx.global_address(args.words, i // 4) + uint64(3 - i % 4)) | 0xABC00
-    )
+    ptx.store_global_u8(byte, ptx.load_global_u8(ptx.global_address(args.words, i // 4) + uint64(3 - i % 4)) | 0xABC00)
     two = ptx.load_global_v2_f32(ptx.global_address(args.floats, 2 * i))
     # Lanes that read nothing have an address that is far outside.
     far = ptx.global_address(args.floats, 4 * i if i % 2 else 1 << 50)
@@ -822,8 +819,8 @@ def opaque_arrays(rng):
 
 def reductions(args):
     i = cuda.threadIdx.x
-    args.largest[i] = tree_ptx.warp_max_u32(args.words[i])
-    args.smallest[i] = tree_ptx.warp_min_u32(args.words[i])
+    args.largest[i] = ptx.warp_max_u32(args.words[i])
+    args.smallest[i] = ptx.warp_min_u32(args.words[i])
 
 
 def reductions_arrays(rng):

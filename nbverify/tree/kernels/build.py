@@ -39,10 +39,10 @@ import math
 from numba import cuda, float32, int32, int64, uint32
 from numba.cuda import libdevice
 
+from nbverify.kernels import ptx
 from nbverify.kernels.geometry import FULL_WARP, WARP
 from nbverify.kernels.indices import load_index
 from nbverify.kernels.softmax import NEG_INF, ZERO
-from nbverify.tree.kernels import ptx as tree_ptx
 
 RANK_SHIFT = 11  # parents up to 1024 below it
 POSITION_SHIFT = 18  # ranks up to 64: one more than exists
@@ -87,12 +87,12 @@ def score_of(order):
 def best_of_warp(score, tie):
     """The first candidate of all lanes, in every lane; its tie is of no use if no lane has one (-inf)."""
     order = order_of(score)
-    top = tree_ptx.warp_max_u32(order)
+    top = ptx.warp_max_u32(order)
     holders = uint32(cuda.ballot_sync(uint32(FULL_WARP), order == top))
     if holders & uint32(holders - uint32(1)) == uint32(0):
         return score_of(top), cuda.shfl_sync(uint32(FULL_WARP), tie, int32(cuda.ffs(holders) - 1))
     first = tie if order == top else LAST_TIE
-    return score_of(top), int32(tree_ptx.warp_min_u32(uint32(first)))
+    return score_of(top), int32(ptx.warp_min_u32(uint32(first)))
 
 
 def make_body(depth, top_k, max_nodes, threads, bad_budget, bad_logprob, bad_order):

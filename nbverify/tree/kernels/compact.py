@@ -47,7 +47,6 @@ from numba import cuda, int32, int64, uint32, uint64
 
 from nbverify.kernels import ptx
 from nbverify.kernels.indices import load_index
-from nbverify.tree.kernels import ptx as tree_ptx
 from nbverify.tree.kernels.memory import store_index
 from nbverify.tree.kernels.records import (
     BASE,
@@ -226,14 +225,14 @@ def make_move_column(rows):
                 if unit_bytes == WORD_BYTES:
                     held[i] = ptx.load_global_u32(source)
                 else:
-                    held[i] = tree_ptx.load_global_u8(source)
+                    held[i] = ptx.load_global_u8(source)
         for i in range(rows):
             if i < num_moves and sources[i] != targets[i]:
                 target = uint64(column + targets[i])
                 if unit_bytes == WORD_BYTES:
                     ptx.store_global_u32(target, held[i])
                 else:
-                    tree_ptx.store_global_u8(target, held[i])
+                    ptx.store_global_u8(target, held[i])
 
     @cuda.jit(device=True)
     def move_column(column, unit_bytes, sources, targets, num_moves):
