@@ -47,13 +47,15 @@ def make_weigh(spec, geometry):
     """
     rows, key_frags = ROWS_PER_LANE * geometry.warp_frags, geometry.key_frags
     pack, finish_score = make_pack(spec.dtype), make_finish_score(spec)
-    find_mask, open_row, sees = make_mask(spec)
+    (find_mask, open_row, sees), has_roles = make_mask(spec), geometry.has_roles
 
     @cuda.jit(device=True, forceinline=True)
     def scale(me, args, record, first_row, first_key, checked, own):
         ptx.unroll_loops()
         if checked:
-            lane = int32(ptx.opaque_u32(me.lane))  # else rows and keys are kept in registers from tile to tile
+            lane = int32(me.lane)
+            if not has_roles:  # else rows and keys are kept in registers from tile to tile, which teams lack
+                lane = int32(ptx.opaque_u32(me.lane))
             segment = load_segment(record)
             mask_start = find_mask(args, segment.request)
             row = int32(segment.first_row) + first_row + lane // LANES_PER_ROW
