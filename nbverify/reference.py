@@ -135,7 +135,8 @@ def verify_attention(
             visible = np.ones(prefix_len + num_nodes, bool)
             if mask in LAYOUTS_WITH_BUFFER:
                 start = int(mask_indptr[request])
-                visible = _visible_from_buffer(custom_mask, start, node, prefix_len, num_nodes, mask)
+                first = prefix_len if prefix_visible else 0
+                visible = _visible_from_buffer(custom_mask, start, node, prefix_len, num_nodes, mask, first)
             elif mask == "causal":
                 visible[prefix_len + node + 1 :] = False
             if prefix_visible:
@@ -180,15 +181,15 @@ def _attend(scores: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def _visible_from_buffer(
-    custom_mask: Any, start: int, node: int, prefix_len: int, num_nodes: int, mask: str
+    custom_mask: Any, start: int, node: int, prefix_len: int, num_nodes: int, mask: str, first: int
 ) -> np.ndarray:
-    """Row ``node`` of a request's mask block as bool [c + n]; the prefix part is True where the layout has none."""
+    """Row ``node`` of a request's mask block as bool [c + n]; True before ``first``, and where the layout has none."""
     buffer = np.asarray(custom_mask).reshape(-1)
     visible = np.ones(prefix_len + num_nodes, bool)
     columns = np.arange(num_nodes)
     if mask == "full":
         row_start = start + node * (prefix_len + num_nodes)
-        visible[:] = _read(buffer, row_start + np.arange(prefix_len + num_nodes)) != 0
+        visible[first:] = _read(buffer, row_start + np.arange(first, prefix_len + num_nodes)) != 0
     elif mask == "tree":
         visible[prefix_len:] = _read(buffer, start + node * num_nodes + columns) != 0
     else:
@@ -199,9 +200,9 @@ def _visible_from_buffer(
 
 
 def _read(buffer: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """``buffer[positions]`` as int64, 0 at positions outside the buffer."""
+    """``buffer[positions]`` as int64, 0 past the end of the buffer, and 0 for a row that begins before it."""
     values = np.zeros(len(positions), np.int64)
-    inside = (positions >= 0) & (positions < len(buffer))
+    inside = (positions[:1] >= 0) & (positions < len(buffer))
     values[inside] = buffer[positions[inside]]
     return values
 

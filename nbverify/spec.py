@@ -15,6 +15,7 @@ from nbverify.errors import ArgumentError
 MAX_HEAD_DIM = 576
 HEAD_DIM_STEP = 16  # one 32-byte sector of 16-bit elements, and the k of one tensor-core product
 INT32_MAX = 2**31 - 1
+MAX_KV_LEN = 2**31 - 128
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 FLOAT32_TINY = 2.0**-126  # the smallest normal one
 
@@ -217,6 +218,10 @@ class VerifySpec:
             raise ArgumentError("num_kv_heads", "1 with shared K/V", self.num_kv_heads)
         if self.max_nodes * self.group > INT32_MAX:
             raise ArgumentError("max_nodes", f"max_nodes * group({self.group}) <= {INT32_MAX}", self.max_nodes)
+        if self.max_kv_len > MAX_KV_LEN:
+            raise ArgumentError(
+                "max_kv_len", f"<= {MAX_KV_LEN} (keys are counted in int32, tiles to their end)", self.max_kv_len
+            )
         if self.max_kv_len < self.max_nodes:
             raise ArgumentError(
                 "max_kv_len", f">= max_nodes={self.max_nodes} (it bounds prefix + nodes)", self.max_kv_len

@@ -3,7 +3,8 @@
 Which keys a node sees is decided here alone: the one place to edit when a mask layout changes.
 
 For a request with prefix length c and n nodes, key j is a prefix token for j < c and draft j - c otherwise.
-A position outside ``custom_mask`` counts as hidden: a padded request's block may lie past the end of the buffer.
+A position past the end of ``custom_mask`` counts as hidden: a padded request's block may lie there.  So does all of a
+row that would begin before the buffer.
 
 A node's row of the mask is opened once, and then each key of it is one load that depends on nothing else and stands
 behind no branch: so all loads of a lane are on their way at the same time.  One after the other, each behind the
@@ -99,11 +100,12 @@ def make_mask(spec):
 
 
 def make_prefetch_mask(spec, num_rows):
-    """``prefetch_mask(args, request, head_row, lane)``: bring the masks of ``num_rows`` rows to L2.  A warp together.
+    """``prefetch_mask(args, request, head_row, lane)``: the first line of the masks of ``num_rows`` rows to L2.
 
-    They are read for the last tiles of a request alone, where the other blocks wait already.
+    A warp together.  They are read for the last tiles of a request alone, where the other blocks wait already; where
+    every tile reads them, the first does it soon enough.
     """
-    reads_buffer = spec.mask.reads_buffer
+    reads_buffer = spec.mask.reads_buffer and spec.prefix_visible
     find_mask, open_row, _ = make_mask(spec)
 
     @cuda.jit(device=True, forceinline=True)

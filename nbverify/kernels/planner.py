@@ -22,7 +22,7 @@ MIN_RAW_STAGES = 2
 ONE_WARP_MAX_DIM = 256  # accumulators of 16 rows x 256 columns: 128 registers
 TABLE_RESERVE = 1024  # bytes kept free for the work table, so that the tile does not depend on max_requests below 63
 # Registers beside a warp's large arrays: fragments in flight, addresses, row states.  Found by compiling: less spills.
-TEAM_REGISTERS = 64
+TEAM_REGISTERS, LEAN_TEAM_REGISTERS = 64, 80  # up to MAX_WARPS, and more
 ROLE_REGISTERS = 24  # and the operands of two steps
 SHORT_PRODUCT_STEPS, SHORT_PRODUCT_REGISTERS = 12, 16  # roles: weights stand closer together among fewer steps
 WIDEN_REGISTERS = 8  # fp8: a second ring
@@ -71,7 +71,8 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         four warps, one in each quarter, which take tiles in turn (1 x 33 x 32/8 x 128 at 32k: 95 instead of 104 us).
         From eight fragments on shared memory sets the pace: each warp reads all keys and values.  So a warp has two
         fragments where its registers hold their outputs, and the same rule goes for warps of 32 rows.  (With seven, too
-        many rows of the eighth would be for nothing.)
+        many rows of the eighth would be for nothing.)  Only with tiles of 64 keys, since queries are read again for
+        each piece of them, and in as few row tiles: else this would read more, not less.
     Stages
         All that fit.  Two tiles are in use at a time, the others are on their way.  An fp8 tile is on its way in its
         own, smaller slots, and the ring has just what is in use and the tile that is being widened.
@@ -98,11 +99,11 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         for height in _heights(frags, most):
             shapes += [_roles(height, value_warps, keys) for keys in (MAX_ROLE_TILE_KEYS, FRAG_KEYS)]
     else:
+        heights = _heights(frags, most)
         if frags >= MIN_PAIRED_FRAGS and spec.head_dim_v <= MAX_PAIRED_DIM:
-            for height in _heights(-(-frags // 2), MAX_WARPS):
-                shapes += _teams(height, 2)
-        for height in _heights(frags, most):
-            shapes += _teams(height, 1)
+            shapes += [_pairs(height) for height in _heights(-(-frags // 2), -(-heights[0] // 2))[:1]]
+        for height in heights:
+            shapes += _teams(height)
     for shape in shapes:
         tiles = MmaGeometry(
             head_dim_qk=spec.head_dim_qk,
@@ -137,12 +138,12 @@ def _roles(row_frags: int, value_warps: int, keys: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _teams(height: int, row_frags: int) -> list[dict[str, int]]:
-    """Tiles of ``height`` warps, with those that share their rows: from the one with the most keys down."""
+def _teams(height: int) -> list[dict[str, int]]:
+    """Tiles of ``height`` fragments, a warp each and those that share them: from the one with the most keys down."""
     shapes = []
     if height > SM_QUARTERS:
-        tail = height % SM_QUARTERS if height % SM_QUARTERS <= SM_QUARTERS // 2 else 0
-        shapes = [(SM_QUARTERS // tail if tail else 1, MAX_TILE_KEYS // n, tail) for n in (1, 2, 4)]
+        teams, tail = _sharing(height)
+        shapes = [(teams, MAX_TILE_KEYS // n, tail) for n in (1, 2, 4)]
     else:
         teams = MAX_WARPS // height
         while teams > 0:
@@ -151,11 +152,26 @@ def _teams(height: int, row_frags: int) -> list[dict[str, int]]:
             teams //= 2
     return [
         {
-            "row_frags": row_frags, "value_warps": 0, "row_teams": height, "key_teams": key_teams, "team_keys": keys,
-            "tail_warps": tail, "key_pieces": 2 if row_frags > 1 and keys > FRAG_KEYS else 1,
+            "row_frags": 1, "value_warps": 0, "row_teams": height, "key_teams": key_teams, "team_keys": keys,
+            "tail_warps": tail, "key_pieces": 1,
         }
         for key_teams, keys, tail in shapes
     ]  # fmt: skip
+
+
+def _pairs(height: int) -> dict[str, int]:
+    """A tile of ``height`` pairs of fragments.  With four all are shared, by tiles, as pieces of 32 keys want it."""
+    teams, tail = _sharing(height) if height > SM_QUARTERS else (MAX_WARPS // height, height)
+    return {
+        "row_frags": 2, "value_warps": 0, "row_teams": height, "key_teams": teams, "team_keys": MAX_TILE_KEYS,
+        "tail_warps": tail, "key_pieces": 2,
+    }  # fmt: skip
+
+
+def _sharing(height: int) -> tuple[int, int]:
+    """(key_teams, tail_warps) of more than four warps: those past a multiple of four, if they are one or two."""
+    tail = height % SM_QUARTERS if height % SM_QUARTERS <= SM_QUARTERS // 2 else 0
+    return (SM_QUARTERS // tail if tail else 1), tail
 
 
 def with_stages(tiles: MmaGeometry, stages: int) -> MmaGeometry:
@@ -188,7 +204,8 @@ def query_steps_in_registers(tiles: MmaGeometry) -> int:
     whole_groups = -(-tiles.warps // 4) * 4  # registers are handed out to four warps at a time
     registers = min(255, 65536 // (whole_groups * WARP) // 8 * 8)
     operands = 2 * (2 * tiles.key_frags + 4 * tiles.column_parts)
-    others = ROLE_REGISTERS + operands if tiles.has_roles else TEAM_REGISTERS
+    of_teams = TEAM_REGISTERS if tiles.warps <= MAX_WARPS else LEAN_TEAM_REGISTERS
+    others = ROLE_REGISTERS + operands if tiles.has_roles else of_teams
     others += WIDEN_REGISTERS if tiles.raw_stages else 0
     others += SHORT_PRODUCT_REGISTERS if tiles.has_roles and tiles.part_steps < SHORT_PRODUCT_STEPS else 0
     return max(0, min(tiles.query_steps, (registers - scores - outputs - others) // 4))

@@ -47,7 +47,7 @@ def _make_load_query_rows(spec, geometry):
     warps, rows_per_tile, pitch, offset = (
         geometry.warps, geometry.rows_per_tile, geometry.query_pitch, geometry.query_rows_offset,
     )  # fmt: skip
-    lanes = geometry.copy_lanes
+    lanes, raw_stages, first_fetching_warp = geometry.copy_lanes, geometry.raw_stages, geometry.first_fetching_warp
     rows_per_pass, copies = WARP // lanes, 2 * geometry.head_dim_qk // (CHUNK_BYTES * lanes)
     swizzle, advance, row_address = make_swizzle(pitch), make_advance(pitch), _make_row_address(spec)
 
@@ -68,7 +68,10 @@ def _make_load_query_rows(spec, geometry):
 
     @cuda.jit(device=True, forceinline=True)
     def load_queries(me, args, shared, record, turn, first_row, queries):
-        ptx.cp_async_wait(NONE_PENDING)
+        if raw_stages > 0 and me.warp >= uint32(first_fetching_warp):
+            ptx.cp_async_wait(raw_stages)  # fp8: as many groups were begun after the queries'
+        else:
+            ptx.cp_async_wait(NONE_PENDING)
 
     return request, load_queries
 

@@ -13,7 +13,10 @@ Two ways to share a tile among the warps of a block, both in row fragments of 16
             fetch the keys.  P passes through shared memory.  Each key row is then read from shared memory once per 16
             query rows for the scores, and once per 64 for the output.
 
-``choose_tiles`` picks the shape, and its reasons stand there.
+``choose_tiles`` in planner.py picks the shape, and its reasons stand there.
+
+Row fragments of a warp:    ``score_frags`` it multiplies keys with, ``warp_frags`` it makes weights of (``warp_rows``
+rows), ``row_frags`` it keeps outputs of.  Teams: the same one or two.  Roles: ``column_parts``, 1, and all of the tile.
 """
 
 from __future__ import annotations
@@ -348,7 +351,7 @@ class MmaGeometry:
 
     @property
     def score_warps(self) -> int:
-        """Warps that keep queries."""
+        """Warps that multiply queries."""
         return self.row_frags if self.has_roles else self.warps
 
     @property
@@ -383,6 +386,17 @@ class MmaGeometry:
     def staging_slots(self) -> int:
         """Slots of the ring that query rows pass through, 16 of each score warp."""
         return 0 if self.keeps_query_rows else self._staging_slots_of(self.staging_parts)
+
+    @property
+    def tiles_before_queries(self) -> int:
+        """Teams: tiles that are fetched, at the start of a segment, before queries are waited for.
+
+        As many as the slots that queries do not pass through.  Where they pass through none, all; but of an fp8 cache
+        no tile, since fetching is to wait for its rows.
+        """
+        if self.keeps_query_rows and self.raw_stages:
+            return 0
+        return self.stages - self.staging_slots
 
     def _staging_pitch_of(self, parts: int) -> int:
         return row_pitch(2 * self.head_dim_qk // parts)

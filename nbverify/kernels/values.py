@@ -141,19 +141,18 @@ def make_find_non_finite(spec, geometry):
     ``tile`` is the address of its V rows.
     """
     team_keys, v_pitch, chunks = geometry.team_keys, geometry.v_pitch, geometry.value_frags  # chunks of 16 bytes a row
-    exponent, find_first_key = EXPONENT[spec.dtype], make_find_first_key(geometry)
+    exponent, find_first_key, swizzle = EXPONENT[spec.dtype], make_find_first_key(geometry), make_swizzle(v_pitch)
     lowest = (exponent & -exponent) * 0x10001  # of both exponents of a pair: added to all set, the bit above is set
     exponents, above = exponent * 0x10001, SIGN * 0x10001
 
     @cuda.jit(device=True, forceinline=True)
     def find_non_finite(me, tile):
-        first = uint32(tile + find_first_key(me.warp) * uint32(v_pitch))
-        found, i = uint32(0), me.lane
+        first_row, found, i = find_first_key(me.warp), uint32(0), me.lane
         # Opaque: unrolled it would be long, and it is run rarely.
         end = ptx.opaque_u32(uint32(team_keys * chunks))
         while i < end:
-            # Where in its line of banks a chunk lies does not matter.
-            x = ptx.load_shared_v4_u32(first + i // uint32(chunks) * uint32(v_pitch) + i % uint32(chunks) * uint32(16))
+            row, column = uint32(first_row + i // uint32(chunks)), uint32(i % uint32(chunks) * uint32(16))
+            x = ptx.load_shared_v4_u32(uint32(tile + row * uint32(v_pitch) + (column ^ swizzle(row))))
             for n in range(4):
                 found = uint32(found | ((x[n] & uint32(exponents)) + uint32(lowest)))
             i = uint32(i + uint32(WARP))

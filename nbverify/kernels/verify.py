@@ -4,7 +4,8 @@ The maths, the work and the merge are those of simt.py, which is the place to st
 through the block like this (names as in kernels/tiles.py):
 
     kv_ring.py   pool rows --cp.async--> ring in shared memory, some tiles ahead
-    scores.py    S = Q K^T by mma: queries in registers, keys by ldmatrix
+    queries.py   query rows, once a segment, on their way to registers or to a place of their own in shared memory
+    scores.py    S = Q K^T by mma: keys by ldmatrix, queries from where they are
     weights.py   scale, mask, score_mod, lazy running maximum; P = 2^(s - m) in 16 bits
     values.py    O += P V by mma, accumulators in registers
     outputs.py   at the end of a segment: merge the teams, write results, or partial states for reduce/

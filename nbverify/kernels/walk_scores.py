@@ -49,7 +49,7 @@ def make_walk_scores(spec, geometry, ring):
             first_checked = int32(uint32(segment.request.prefix_len) // uint32(keys_per_tile))
         queries = cuda.local.array(num_queries, uint32)
         request_queries(me, args, shared, record, turn, first_row)
-        if end_tile > first_checked:
+        if int32(segment.end_tile) * keys_per_tile > segment.request.prefix_len:
             prefetch_mask(args, segment.request, int32(int32(segment.first_row) + first_row), me.lane)
         load_queries(me, args, shared, record, turn, first_row, queries)
         ptx.barrier_arrive(uint32(QFREE), uint32(threads))

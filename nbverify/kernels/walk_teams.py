@@ -54,7 +54,7 @@ def _make_walk_segment(spec, geometry, ring):
     team_keys, keys_per_tile = geometry.team_keys, geometry.keys_per_tile
     num_queries, num_outputs = max(1, 4 * geometry.query_steps_kept), 4 * geometry.row_frags * geometry.value_frags
     rows, group = ROWS_PER_LANE * geometry.warp_frags, spec.group
-    before_queries = stages - geometry.staging_slots  # tiles that go to slots where no queries are
+    before_queries = geometry.tiles_before_queries
     always_checked = checks_every_tile(spec)
 
     find_first_rows, fetch, wait_full, release = ring.find_first_rows, ring.fetch, ring.wait_full, ring.release
@@ -69,7 +69,10 @@ def _make_walk_segment(spec, geometry, ring):
 
     @cuda.jit(device=True, forceinline=True)
     def start(me, args, shared, record, turn, first_row, queries):
-        """Request the queries, by way of the last slots, and the first tiles, as many as there are slots."""
+        """Request the queries and the first tiles, as many as there are slots; the last slots may be the queries' way.
+
+        Where masks are read, they come to L2 meanwhile.
+        """
         segment = load_segment(record)
         request_queries(me, args, shared, record, turn, first_row)
         fetches = me.warp >= uint32(first_fetching_warp)
@@ -80,12 +83,22 @@ def _make_walk_segment(spec, geometry, ring):
         left = int32(before_queries)
         while left >= 0 or tile < end:
             if left == 0:
+                if reads_masks(segment, first_row):
+                    prefetch_mask(args, segment.request, int32(int32(segment.first_row) + first_row), me.lane)
                 load_queries(me, args, shared, record, start_of_ring(turn), first_row, queries)
                 cuda.syncthreads()  # all queries have left the ring
             if tile < end and fetches:
                 fetch(me, args, shared, record, tile, int32(turn ^ 1))
             turn = next_turn(turn)
             left, tile = int32(left - 1), int32(tile + 1)
+
+    @cuda.jit(device=True, forceinline=True)
+    def reads_masks(segment, first_row):
+        """Whether there are drafts among the segment's keys, and a row of this warp's that may see them."""
+        request = segment.request
+        return segment.end_tile * keys_per_tile > request.prefix_len and (
+            segment.first_row + first_row < request.num_nodes * group
+        )
 
     @cuda.jit(device=True, forceinline=True)
     def start_of_ring(turn):
@@ -107,8 +120,6 @@ def _make_walk_segment(spec, geometry, ring):
 
         queries = cuda.local.array(num_queries, uint32)
         start(me, args, shared, record, turn, first_row, queries)
-        if has_rows and end_tile > first_checked:
-            prefetch_mask(args, segment.request, int32(int32(segment.first_row) + first_row), me.lane)
         o = cuda.local.array(num_outputs, float32)
         maxima, sums = cuda.local.array(rows, float32), cuda.local.array(rows, float32)
         for i in range(num_outputs):

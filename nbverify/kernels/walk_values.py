@@ -4,6 +4,7 @@ from numba import cuda, int32, uint32
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import SEGMENT_FIELDS
+from nbverify.kernels.masking import checks_every_tile
 from nbverify.kernels.named_barriers import DONE, QFREE, READY
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import ZERO
@@ -20,7 +21,7 @@ def make_walk_values(spec, geometry, ring):
     stages, v_offset, threads = geometry.stages, geometry.v_offset, geometry.threads
     keys_per_tile, num_outputs = geometry.keys_per_tile, 4 * geometry.row_frags * geometry.value_frags
     before_queries = stages - geometry.staging_slots  # tiles that go to slots where no queries are
-    always_checked = spec.score_mod is not None or not spec.prefix_visible
+    always_checked = checks_every_tile(spec)
     find_first_rows, fetch, wait_full = ring.find_first_rows, ring.fetch, ring.wait_full
     tile_address, next_turn, turn_before = ring.tile_address, ring.next_turn, ring.turn_before
     rescale_by_flags = make_rescale_by_flags(geometry)

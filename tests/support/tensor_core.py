@@ -20,6 +20,7 @@ from support.probes import assert_bits, bit_probe
 
 MMA = {"kernel": "mma"}
 GQA = gqa(4, 2, 16, **MMA)
+NARROW = mla(2, head_dim_qk=64, head_dim_v=32, **MMA)  # teams, and V is half of a swizzled line
 MLA = mla(2, head_dim_qk=288, head_dim_v=64, **MMA)  # the narrowest whose columns are shared among warps
 PAIRS = gqa(32, 2, 16, **MMA)  # warps of 32 rows, whose weights stand among products
 KIMI = mla(8, max_nodes=9, max_requests=2, **MMA)  # 576 and 512, 72 rows
@@ -203,7 +204,7 @@ def check_hidden_drafts(dev, spec, where, value):
     assert run(dev, bad, **CAP).bits == want.bits
 
 
-@each
+@pytest.mark.parametrize("spec", [*BOTH.values(), NARROW, slow(PAIRS)], ids=[*BOTH, "narrow", "pairs"])
 @each_bad_value
 def test_bad_rows_that_some_nodes_see(dev, spec, value):
     check_bad_rows(dev, spec, value)
@@ -217,7 +218,7 @@ def test_bad_bytes_that_some_nodes_see(dev, spec, value):
 
 def check_bad_rows(dev, spec, value):
     """It spoils those nodes, and of separate V their column alone; the others keep their bits."""
-    batch = random_batch(np.random.default_rng(66), spec, [5], [4], trees=[np.eye(4, dtype=bool)])
+    batch = random_batch(np.random.default_rng(66), spec, [4], [4], trees=[np.eye(4, dtype=bool)])  # key 6, in 8 rows
     want = run(dev, batch, **CAP)
     slot = batch.out_cache_loc[2]
     name = "k_cache" if spec.shared_kv else "v_cache"
@@ -325,6 +326,20 @@ def test_a_score_of_minus_infinity_is_a_hidden_key(dev, spec):
     cache[batch.kv_indices[3], 0, 1] = np.inf  # in the first tile, which hides nothing
     q[0, :, 1], q[1, :, 1] = -1, 1
     batch = replace(batch, q=q, k_cache=cache)
+    result = run(dev, batch, **CAP)
+    assert_close(batch, result.out, result.lse)
+
+
+@pytest.mark.parametrize("kernel", ["mma", slow("simt")])
+@pytest.mark.parametrize("mask, prefix_visible", [("tree", True), ("full", True), ("full", False), ("packed", True)])
+def test_mask_rows_outside_the_buffer(dev, mask, prefix_visible, kernel):
+    """One that begins before it is hidden, also what of it lies inside; one that ends after it is read to the end."""
+    spec = replace(GQA, mask=nv.Mask(mask), prefix_visible=prefix_visible, kernel=kernel)
+    batch = random_batch(np.random.default_rng(73), spec, [3, 4, 2], [4, 5, 4])
+    ones = np.full_like(batch.custom_mask, 2**32 - 1 if mask == "packed" else 1)
+    indptr = batch.mask_indptr.copy()
+    indptr[:3] = -1, len(ones) - 3, indptr[2]
+    batch = replace(batch, custom_mask=ones, mask_indptr=indptr)
     result = run(dev, batch, **CAP)
     assert_close(batch, result.out, result.lse)
 
