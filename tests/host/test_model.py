@@ -98,11 +98,11 @@ def test_ptx_counts():
     tiles = choose_tiles(SPECS["gqa128"]["gqa128-8"], limits)
     ldmatrix = 8 + score_ldmatrix(tiles) + 2 * value_ldmatrix(tiles)
     assert not tiles.has_roles and ptx_counts(tiles) == (tiles.score_mma + 4 * tiles.value_mma, ldmatrix)
-    # Two fragments a warp, and 32 keys in two pieces: 8 steps of 1 operand of keys and 2 of queries for each piece.
+    # Two fragments a warp, and 64 keys in two pieces: 8 steps of 2 operands of keys and 2 of queries for each piece.
     # The second program for values serves one piece.
-    tiles = choose_tiles(SPECS["gqa128"]["gqa128-33"], limits)
-    assert (tiles.row_frags, tiles.key_pieces, score_ldmatrix(tiles)) == (2, 2, 2 * 8 * 3)
-    assert ptx_counts(tiles) == (tiles.score_mma + 5 * tiles.value_mma // 2, 48 + 3 * value_ldmatrix(tiles) // 2)
+    tiles = choose_tiles(SPECS["gqa128"]["gqa128-33"], limits_of((9, 0)))
+    assert (tiles.row_frags, tiles.key_pieces, score_ldmatrix(tiles)) == (2, 2, 2 * 8 * 4)
+    assert ptx_counts(tiles) == (tiles.score_mma + 5 * tiles.value_mma // 2, 64 + 3 * value_ldmatrix(tiles) // 2)
     narrow = replace(SPECS["mla"]["mla-33"], head_dim_qk=192, head_dim_v=128)
     tiles = choose_tiles(narrow, limits)
     assert not tiles.has_roles and ptx_counts(tiles)[0] == tiles.score_mma + 2 * tiles.value_mma

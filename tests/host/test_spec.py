@@ -59,7 +59,8 @@ def wrong_fields():
     yield GQA, {"num_q_heads": 1}, "num_q_heads"
     yield GQA, {"num_kv_heads": 3}, "num_q_heads"
     yield GQA, {"max_kv_len": 32}, "max_kv_len"
-    yield GQA, {"max_nodes": 2**30, "max_kv_len": 2**31 - 1}, "max_nodes"  # rows of a request: max_nodes * group
+    yield GQA, {"max_kv_len": 2**31 - 127}, "max_kv_len"
+    yield GQA, {"max_nodes": 2**30, "max_kv_len": 2**31 - 128}, "max_nodes"  # rows of a request: max_nodes * group
     yield MLA, {"num_kv_heads": 2}, "num_kv_heads"
     yield MLA, {"head_dim_v": 576, "head_dim_qk": 512}, "head_dim_v"
     yield MLA, {"shared_kv": None}, "shared_kv"
@@ -121,7 +122,7 @@ VALID = [
     {"head_dim_qk": 576, "head_dim_v": 16},
     {"max_nodes": 1, "max_kv_len": 1, "max_requests": 1},
     {"max_nodes": 1024, "max_kv_len": 1024},
-    {"max_kv_len": 2**31 - 1, "max_requests": 2**31 - 1},
+    {"max_kv_len": 2**31 - 128, "max_requests": 2**31 - 1},
     {"sm_scale": 1},
     {"sm_scale": -1.0},
     {"sm_scale": 0.0},
