@@ -138,13 +138,14 @@ def copy_counts(tiles: MmaGeometry, index_copies: int, waits: int) -> dict[str, 
     rows that are widened (fp8).
     """
     steps = (tiles.k_row_bytes + tiles.v_row_bytes) // (COPY_BYTES * tiles.copy_lanes)
-    widened = waits - tiles.staging_parts if tiles.raw_stages else 0
+    for_queries = 2 if tiles.keeps_query_rows else tiles.staging_parts  # warps that fetch wait for fewer copies
+    widened = waits - for_queries if tiles.raw_stages else 0
     wide_rows = widened * tiles.copy_passes * (2 if tiles.separate_v else 1)
     for_values = weight_loads(tiles) + 2 if tiles.has_roles else 1
-    for_queries = tiles.query_steps
+    query_copies = tiles.query_steps
     if tiles.keeps_query_rows:
-        for_queries = 2 * tiles.head_dim_qk // (COPY_BYTES * tiles.copy_lanes)
+        query_copies = 2 * tiles.head_dim_qk // (COPY_BYTES * tiles.copy_lanes)
     return {
-        "row copies": for_queries + index_copies * steps,
+        "row copies": query_copies + index_copies * steps,
         "16-byte shared loads": tiles.query_rest + for_values + wide_rows,
     }
