@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import multiprocessing
-import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nbverify as nv
 from benchmarks import ceilings, peers
 from benchmarks.timing import DeviceClock, Times, head, host_times
-from nbverify import compile, launch
-from nbverify.compile import Target
+from nbverify import launch
+from nbverify.ahead import compile_ahead
 from nbverify.errors import NbverifyError
 from nbverify.spec import VerifySpec
-
-if TYPE_CHECKING:
-    from nbverify.kernels.geometry import Geometry
 
 HANG_SECONDS = 120  # a case takes seconds
 PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "torch", "triton", "flashinfer-python")
@@ -68,29 +62,8 @@ class Gpu:
         return found
 
     def precompile(self, specs: Sequence[VerifySpec], progress: Callable[[str], None]) -> None:
-        """Fill the cache with the kernels of some specs, as many at a time as there are cores.
-
-        What does not compile is left to the plan, whose error is the one to see.
-        """
-        from nbverify.kernels.planner import geometry_of, limits_of
-
-        device = launch.Device(None)
-        target = compile.target_of(compile.override_cc() or device.cc)
-        limits = limits_of((target.major, target.minor), device.shared_limit)
-        jobs: dict[tuple, tuple[VerifySpec, Geometry]] = {}
-        for spec in specs:
-            with contextlib.suppress(NbverifyError):
-                geometry = geometry_of(spec, limits)
-                jobs.setdefault((spec.compile_key, repr(geometry)), (spec, geometry))
-        workers = min(len(jobs), os.cpu_count() or 1)
-        if workers < 2:
-            return
-        context = multiprocessing.get_context("spawn")  # a forked child could not use CUDA, nor numba's threads
-        with ProcessPoolExecutor(workers, mp_context=context) as pool:
-            futures = [pool.submit(compile_into_cache, spec, target, geometry) for spec, geometry in jobs.values()]
-            for number, future in enumerate(futures, 1):
-                future.exception()
-                progress(f"compiled {number} of {len(futures)} kernels")
+        """Fill the cache with the kernels of some specs, as many at a time as there are cores."""
+        compile_ahead(specs, progress=progress)
 
     def plan(self, spec: VerifySpec) -> nv.VerifyPlan:
         return nv.VerifyPlan(spec)
@@ -127,8 +100,3 @@ class Gpu:
     def peer_clock(self) -> peers.TorchClock:
         """What times them."""
         return peers.TorchClock(self)
-
-
-def compile_into_cache(spec: VerifySpec, target: Target, geometry: Geometry) -> None:
-    """In a process of its own."""
-    compile.compile_spec(spec, target, geometry)

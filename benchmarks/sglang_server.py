@@ -93,6 +93,15 @@ class Server:
         self.v = self.k[..., :512] if is_mla else torch.randn_like(self.k)
         self.static_loc = torch.zeros(rows, dtype=torch.int64, device=device)
 
+    def draw(self):
+        """Other queries and drafts, in the same buffers.
+
+        For truth(): drafts that are drawn once would come to lie in the pool many times, and the weights of copies are
+        rounded alike, while the bound adds roundings up as independent ones.
+        """
+        for rows in (self.q, self.k, self.v):
+            rows.normal_()
+
     def backend(self, name="triton"):
         return ATTENTION_BACKENDS[name](self.runner)
 

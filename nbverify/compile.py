@@ -156,13 +156,12 @@ def compile_spec(
 
     With ``debug`` the input checks come first.  ``progress`` is called with a line of text before each long step.
     """
-    key = _cache_key(spec, target, geometry, debug)
-    return _from_cache(key, lambda: _compile_now(spec, target, geometry, debug, progress))
+    path = cache_file(spec, target, geometry, debug=debug)
+    return _from_cache(path, lambda: _compile_now(spec, target, geometry, debug, progress))
 
 
-def _from_cache(key: str, make: Callable[[], tuple[CompiledKernel, ...]]) -> tuple[CompiledKernel, ...]:
-    """Kernels by their key, or made and kept under it."""
-    path = cache_directory() / f"{key}.json"
+def _from_cache(path: Path, make: Callable[[], tuple[CompiledKernel, ...]]) -> tuple[CompiledKernel, ...]:
+    """Kernels of a cache file, or made and kept there."""
     kernels = _read_cached(path)
     if kernels is None:
         with _compile_lock:
@@ -175,14 +174,12 @@ def _from_cache(key: str, make: Callable[[], tuple[CompiledKernel, ...]]) -> tup
 
 def compile_stage(stage: Stage, target: Target) -> CompiledKernel:
     """One kernel of a tree step (stages.py), from the cache or compiled now."""
-    sources = tree_source_hash(), _build_hash(), _stage_hash(stage)
-    key = _digest((*sources, stage.compile_key, target.name, toolkit_versions()))
 
     def make() -> tuple[CompiledKernel, ...]:
         bounds = (stage.threads, 1)
         return (compile_body(stage.make_body(), stage.parameters, target, launch_bounds=bounds, cooperative=False),)
 
-    return _from_cache(key, make)[0]
+    return _from_cache(cache_file_of_stage(stage, target), make)[0]
 
 
 def _compile_now(
@@ -404,7 +401,8 @@ def toolkit_versions() -> dict[str, str]:
     return found
 
 
-def _cache_key(spec: VerifySpec, target: Target, geometry: Geometry, debug: bool) -> str:
+def cache_file(spec: VerifySpec, target: Target, geometry: Geometry, *, debug: bool = False) -> Path:
+    """Where the kernels of a spec are kept once they are compiled."""
     parts = (
         source_hash(),
         _build_hash(),
@@ -415,7 +413,13 @@ def _cache_key(spec: VerifySpec, target: Target, geometry: Geometry, debug: bool
         target.name,
         toolkit_versions(),
     )
-    return _digest(parts)
+    return cache_directory() / f"{_digest(parts)}.json"
+
+
+def cache_file_of_stage(stage: Stage, target: Target) -> Path:
+    """Where the kernel of a stage is kept once it is compiled."""
+    sources = tree_source_hash(), _build_hash(), _stage_hash(stage)
+    return cache_directory() / f"{_digest((*sources, stage.compile_key, target.name, toolkit_versions()))}.json"
 
 
 def _digest(parts: tuple) -> str:

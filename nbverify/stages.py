@@ -145,7 +145,8 @@ class GpuRunner:
 
     def load(self, stage: Stage) -> launch.LoadedKernel:
         """Compiled or from the cache, and ready: a launch may be captured right away."""
-        key = stage.compile_key
+        # Plans of other sizes may have the same kernel and more shared memory, which is set when it is loaded.
+        key = stage.compile_key, stage.shared_bytes
         if key not in self._loaded:
             compiled = compile.compile_stage(stage, self._target)
             self._loaded[key] = launch.LoadedKernel(

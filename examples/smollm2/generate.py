@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +21,13 @@ from rich.text import Text
 import nbverify as nv
 from examples.smollm2 import fit
 from examples.smollm2.decode import Decoder
-from examples.smollm2.drafters import Drafter, Mixture, PromptLookup, RidgeHeads
-from examples.smollm2.kernel_model import KernelModel
+from examples.smollm2.drafters import LOOKUP_DEPTH, TOP_K, Drafter, Mixture, PromptLookup, RidgeHeads
+from examples.smollm2.kernel_model import KernelModel, StepSizes, what_compiles
 from examples.smollm2.model import Config, NumpyModel
 from examples.smollm2.tokenizer import Tokenizer
 from examples.smollm2.weights import find_file, read_gguf
 from nbverify import demo, doctor, reference
+from nbverify.ahead import compile_ahead
 from nbverify.errors import ArgumentError
 
 DESCRIPTION = (
@@ -34,6 +35,7 @@ DESCRIPTION = (
     "Accepted drafts are green.  docs/example.md says how to get the weights."
 )
 BUDGETS = (8, 16, 32, 64)
+PLAIN_STEP: StepSizes = (1, 1, 1)
 DRAFTERS = ("lookup", "ridge", "mixture")
 MOST_REQUESTS = 8  # at once
 PLAIN_SAMPLE = 32  # tokens of plain decoding that its speed is taken from, on a CPU and without --compare
@@ -93,8 +95,9 @@ def main(argv: Sequence[str], prog: str = "nbverify generate") -> int:
         return run_fit(weights, tokenizer, device, arguments.fit, status)
     prompts = [tokenizer.chat(prompt) for prompt in arguments.prompts]
     room = max(map(len, prompts)) + arguments.max_tokens + arguments.budget + 1
-    with _doing(status, "making the model and its plans" + ("" if device == "cpu" else " (compiled once)")):
-        model = make_model(weights, device, min(len(prompts), MOST_REQUESTS), room)
+    with _doing(status, "making the model and its plans") as say:
+        steps = [PLAIN_STEP, step_sizes(arguments.drafter, arguments.budget)]
+        model = make_model(weights, device, min(len(prompts), MOST_REQUESTS), room, steps, say)
         drafter = make_drafter(arguments.drafter, model)
         layer = None if arguments.emulate_layer is None else WatchedLayer(model, arguments.emulate_layer)
         decoder = Decoder(model, drafter, arguments.budget, end_token=tokenizer.end)
@@ -156,10 +159,24 @@ def choose_device(requested: str) -> str:
     return "gpu" if found == "gpu" else "cpu"
 
 
-def make_model(weights: Any, device: str, max_requests: int, max_len: int) -> NumpyModel | KernelModel:
-    """The model on that device."""
-    kind = NumpyModel if device == "cpu" else KernelModel
-    return kind(weights.tensors, Config.of(weights.fields), max_requests=max_requests, max_len=max_len)
+def make_model(
+    weights: Any, device: str, max_requests: int, max_len: int, steps: Iterable[StepSizes], say: Callable[[str], None]
+) -> NumpyModel | KernelModel:
+    """The model on that device; on a GPU first all that it and its ``steps`` need is compiled, at once."""
+    config = Config.of(weights.fields)
+    sizes: dict[str, Any] = {"max_requests": max_requests, "max_len": max_len}
+    if device == "cpu":
+        return NumpyModel(weights.tensors, config, **sizes)
+    vocab_size = len(weights.tensors["token_embd.weight"])
+    compile_ahead(what_compiles(config, vocab_size, steps, **sizes), progress=say)
+    return KernelModel(weights.tensors, config, **sizes)
+
+
+def step_sizes(drafter: str, budget: int) -> StepSizes:
+    """Of a decoder with that drafter."""
+    lookup = 0 if drafter == "ridge" else LOOKUP_DEPTH
+    heads = 0 if drafter == "lookup" else len(fit.load_heads())
+    return budget + 1, min(max(lookup, heads), budget), TOP_K
 
 
 def make_drafter(name: str, model: Any) -> Drafter:
@@ -271,7 +288,8 @@ def run_fit(weights: Any, tokenizer: Tokenizer, device: str, count: int, status:
 
     prompts = [tokenizer.chat(question) for question in fit.questions(count)]
     room = max(map(len, prompts)) + fit.ANSWER + 1
-    model = make_model(weights, device, FIT_REQUESTS, room)
+    with _doing(status, "making the model and its plans") as say:
+        model = make_model(weights, device, FIT_REQUESTS, room, [PLAIN_STEP], say)
     with Progress(console=status) as bar:
         tasks: dict[str, Any] = {}
 
@@ -323,10 +341,10 @@ class WatchedLayer:
 
 
 @contextmanager
-def _doing(console: Console, what: str) -> Iterator[None]:
-    """Say what takes its time."""
-    with console.status(what):
-        yield
+def _doing(console: Console, what: str) -> Iterator[Callable[[str], None]]:
+    """Say what takes its time; and, with what is yielded, how far it is."""
+    with console.status(what) as status:
+        yield lambda how_far: status.update(f"{what}: {how_far}")
 
 
 def _positive(text: str) -> int:

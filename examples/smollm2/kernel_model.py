@@ -8,7 +8,7 @@ block heads say.  Nothing in them allocates: products.py.  Everything runs on th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,14 +17,17 @@ import numpy as np
 import nbverify as nv
 from examples.smollm2.model import SCRATCH_PAGE, Config, HeadsResult, Pool, StartHeads, layers_of, rope_table
 from examples.smollm2.products import CublasProducts, NumpyProducts
-from examples.smollm2.stages import stage
+from examples.smollm2.stages import PARAMETERS, stage
 from nbverify.graphs import Graph
 from nbverify.launch import call, driver
-from nbverify.stages import GpuRunner, Runner, open_runner
+from nbverify.stages import GpuRunner, Runner, Stage, open_runner
 from nbverify.tree import Plane, VerifyStep
+from nbverify.tree.step import stages_of_step
 
 ATTENTION_REPLAYS = 20
+PREFILL_ROWS = 64
 Call = Callable[[int], None]  # of a stream handle
+StepSizes = tuple[int, int, int]  # max_nodes, depth, top_k
 
 
 class KernelModel(Pool):
@@ -42,7 +45,7 @@ class KernelModel(Pool):
 
     def __init__(
         self, tensors: dict[str, np.ndarray], config: Config, *, max_requests: int, max_len: int, page_size: int = 16,
-        device: int | str | nv.Emulator | None = None, kernel: str = "mma", prefill_rows: int = 64,
+        device: int | str | nv.Emulator | None = None, kernel: str = "mma", prefill_rows: int = PREFILL_ROWS,
     ):  # fmt: skip
         super().__init__(max_requests=max_requests, max_len=max_len, page_size=page_size)
         self.config, self.kernel, self.device = config, kernel, device
@@ -119,6 +122,22 @@ class KernelModel(Pool):
         sizes = {"qo_indptr": 2, "kv_indptr": 2, "kv_indices": self.max_len}
         sizes |= dict.fromkeys(("tokens", "positions", "out_cache_loc"), self.prefill_rows)
         return {name: self.runner.empty((size,), "int64") for name, size in sizes.items()}
+
+
+def what_compiles(
+    config: Config, vocab_size: int, steps: Iterable[StepSizes], *, max_requests: int, max_len: int
+) -> list[nv.VerifySpec | Stage]:
+    """All kernels of a model, block heads included, and of its steps."""
+    prompt = verify_spec(
+        config, nv.Mask.CAUSAL, "mma", max_requests=1, max_nodes=min(PREFILL_ROWS, max_len), max_kv_len=max_len
+    )
+    specs: list[nv.VerifySpec | Stage] = [prompt]
+    stages: list[Stage] = [stage(name) for name in PARAMETERS]
+    for max_nodes, depth, top_k in steps:
+        sizes: dict[str, Any] = {"max_requests": max_requests, "max_nodes": max_nodes, "max_kv_len": max_len}
+        specs.append(verify_spec(config, nv.Mask.TREE, "mma", **sizes))
+        stages += stages_of_step(**sizes, depth=depth, top_k=top_k, moves=True, padded=True, vocab_size=vocab_size)
+    return specs + stages  # what takes longest comes first
 
 
 def captured(runner: Runner, launch: Call) -> Call:

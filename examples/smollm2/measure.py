@@ -15,8 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from examples.smollm2.decode import Decoder
-from examples.smollm2.generate import BUDGETS, CLOSE, DRAFTERS, choose_device, decode, first_difference, make_drafter
-from examples.smollm2.generate import make_model as make
+from examples.smollm2.generate import (
+    BUDGETS,
+    CLOSE,
+    DRAFTERS,
+    PLAIN_STEP,
+    choose_device,
+    decode,
+    first_difference,
+    make_drafter,
+    make_model,
+    step_sizes,
+)  # fmt: skip
 from examples.smollm2.kernel_model import KernelModel
 from examples.smollm2.prompts import PROMPTS
 from examples.smollm2.tokenizer import Tokenizer
@@ -42,23 +52,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts = {name: tokenizer.chat(prompt) for name, prompt in PROMPTS.items()}
     room = max(map(len, prompts.values())) + arguments.max_tokens + max(BUDGETS) + 1
     say("model and plans")
-    model = make(weights, device, 1, room)
+    trees = [(name, budget) for name in arguments.drafter or DRAFTERS for budget in arguments.budget or BUDGETS]
+    model = make_model(weights, device, 1, room, [PLAIN_STEP, *(step_sizes(*tree) for tree in trees)], say)
     say("plain decoding")
     plain_of, rows, passed = measured(Decoder(model, end_token=tokenizer.end), prompts, arguments.max_tokens), [], True
     rows.append(("plain", 0, {name: figures(run) for name, run in plain_of.items()}))
-    for drafter in arguments.drafter or DRAFTERS:
-        for budget in arguments.budget or BUDGETS:
-            say(f"{drafter}, budget {budget}")
-            decoder = Decoder(model, make_drafter(drafter, model), budget, end_token=tokenizer.end)
-            runs = measured(decoder, prompts, arguments.max_tokens)
-            rows.append((drafter, budget, {name: figures(run) for name, run in runs.items()}))
-            for name, run in runs.items():
-                want = plain_of[name].answers[0].tokens
-                at = first_difference(want, run.answers[0].tokens)
-                if at is not None:
-                    _, gap = Decoder(model).top_two(prompts[name] + want[:at])
-                    passed = passed and gap < CLOSE
-                    say(f"{drafter} {budget} {name}: differs at token {at}, top-2 gap {gap:.4f}")
+    for drafter, budget in trees:
+        say(f"{drafter}, budget {budget}")
+        decoder = Decoder(model, make_drafter(drafter, model), budget, end_token=tokenizer.end)
+        runs = measured(decoder, prompts, arguments.max_tokens)
+        rows.append((drafter, budget, {name: figures(run) for name, run in runs.items()}))
+        for name, run in runs.items():
+            want = plain_of[name].answers[0].tokens
+            at = first_difference(want, run.answers[0].tokens)
+            if at is not None:
+                _, gap = Decoder(model).top_two(prompts[name] + want[:at])
+                passed = passed and gap < CLOSE
+                say(f"{drafter} {budget} {name}: differs at token {at}, top-2 gap {gap:.4f}")
     print(table(rows))
     if arguments.json is not None:
         names = ("drafter", "budget", "prompts")

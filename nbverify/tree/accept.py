@@ -425,6 +425,11 @@ class AcceptPlan:
             self._partials = self.runner.empty((max_requests * max_nodes, SPLITS), "int64")
 
     @property
+    def stages(self) -> list[Stage]:
+        """The kernels, as they are compiled; with ``vocab_size`` those that take logits."""
+        return [stage for stage, _ in self._stages(self.max_requests, from_logits=self.vocab_size is not None)]
+
+    @property
     def workspace_bytes(self) -> int:
         """Device bytes that the plan owns."""
         return 0 if self._partials is None else 8 * SPLITS * self.max_requests * self.max_nodes

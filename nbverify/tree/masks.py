@@ -29,7 +29,7 @@ from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError
 from nbverify.kernels.geometry import WARP
 from nbverify.spec import INT32_MAX, Mask
-from nbverify.stages import GpuRunner, Runner, Stage, array, check_array, index_array, open_runner, scalar
+from nbverify.stages import Runner, Stage, array, check_array, index_array, open_runner, scalar
 from nbverify.tree.binding import BoundStage, check_int, refuse_overlaps
 from nbverify.tree.trees import MAX_NODES
 
@@ -383,9 +383,7 @@ class MaskPlan:
                 "fill_prefix", f"False with mask={self.mask.value!r}: only FULL has prefix columns", True
             )
         self._runner = open_runner(device)
-        self._stage = mask_stage(self.mask, padded=padded, fill_prefix=fill_prefix, max_nodes=max_nodes)
-        if isinstance(self._runner, GpuRunner):
-            self._runner.load(self._stage)
+        self.stage = mask_stage(self.mask, padded=padded, fill_prefix=fill_prefix, max_nodes=max_nodes)
 
     @property
     def max_rows(self) -> int:
@@ -478,7 +476,7 @@ class MaskPlan:
         blocks = blocks_per_request(self.max_nodes)
         sizes = {"max_nodes": self.max_nodes, "max_kv_len": self.max_kv_len, "blocks_per_request": blocks}
         buffers = {name: value for name, (value, _, _) in wanted.items()}
-        return BoundStage(self._runner.bind(self._stage, requests * blocks, buffers, sizes))
+        return BoundStage(self._runner.bind(self.stage, requests * blocks, buffers, sizes))
 
     @property
     def _mask_dtypes(self) -> tuple[str, ...]:

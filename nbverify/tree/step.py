@@ -23,7 +23,7 @@ from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError
 from nbverify.graphs import Graph
 from nbverify.spec import Mask
-from nbverify.stages import GpuRunner, Runner, check_array, open_runner
+from nbverify.stages import GpuRunner, Runner, Stage, check_array, open_runner
 from nbverify.tree.accept import AcceptFlag, AcceptPlan
 from nbverify.tree.binding import BoundStage
 from nbverify.tree.build import BuildFlag, BuildPlan
@@ -119,19 +119,10 @@ class VerifyStep:
             raise ArgumentError("mask", "a mask with a buffer: the rows are trees", repr(Mask(mask).value))
         if (logits is None) != (vocab_size is None):
             raise ArgumentError("logits", "given if and only if vocab_size is", "only one of them")
-        building = BuildPlan(max_requests=max_requests, depth=depth, top_k=top_k, max_nodes=max_nodes, device=runner)
-        masking = MaskPlan(
-            max_requests=max_requests, max_nodes=max_nodes, max_kv_len=max_kv_len, mask=mask, padded=padded,
-            device=runner,
-        )  # fmt: skip
-        listing = IndicesPlan(max_requests=max_requests, device=runner)
-        accepting = AcceptPlan(
-            max_requests=max_requests, max_nodes=max_nodes, max_depth=depth, vocab_size=vocab_size, sampled=sampled,
+        building, listing, masking, accepting, compacting = _plans(
+            max_requests=max_requests, depth=depth, top_k=top_k, max_nodes=max_nodes, max_kv_len=max_kv_len,
+            moves=bool(planes), mask=mask, padded=padded, vocab_size=vocab_size, sampled=sampled,
             logits_dtype=logits_dtype, device=runner,
-        )  # fmt: skip
-        compacting = CompactPlan(
-            max_requests=max_requests, max_nodes=max_nodes, max_depth=depth,
-            convention="move" if planes else "keep", device=runner,
         )  # fmt: skip
         self.max_requests, self.max_nodes, self.max_kv_len = max_requests, max_nodes, max_kv_len
         table: ArrayInfo = check_array("req_to_token", req_to_token, ("int32",), (None, None), host=runner.emulated)
@@ -259,3 +250,35 @@ class VerifyStep:
             flags = self._flags[part].get()
             found += [f"{part}: request {b}: {kind(int(flags[b])).name}" for b in np.flatnonzero(flags).tolist()]
         return found
+
+
+def stages_of_step(
+    *, max_requests: int, depth: int, top_k: int, max_nodes: int, max_kv_len: int, moves: bool,
+    mask: Mask = Mask.TREE, padded: bool = False, vocab_size: int | None = None, sampled: bool = False,
+    logits_dtype: str = "float32",
+) -> list[Stage]:  # fmt: skip
+    """The kernels of a :class:`VerifyStep` of these sizes, for :func:`nbverify.ahead.compile_ahead`.
+
+    ``moves``: it has planes.  The others are its own arguments.  Raises ArgumentError as it does.
+    """
+    building, listing, masking, accepting, compacting = _plans(
+        max_requests=max_requests, depth=depth, top_k=top_k, max_nodes=max_nodes, max_kv_len=max_kv_len, moves=moves,
+        mask=mask, padded=padded, vocab_size=vocab_size, sampled=sampled, logits_dtype=logits_dtype, device="emulator",
+    )  # fmt: skip
+    return [building.stage, listing.stage, masking.stage, *accepting.stages, compacting.stage]
+
+
+def _plans(
+    *, max_requests: int, depth: int, top_k: int, max_nodes: int, max_kv_len: int, moves: bool, mask: Mask,
+    padded: bool, vocab_size: int | None, sampled: bool, logits_dtype: str, device: str | Runner,
+) -> tuple[BuildPlan, IndicesPlan, MaskPlan, AcceptPlan, CompactPlan]:  # fmt: skip
+    """The parts of a step."""
+    batch: dict[str, Any] = {"max_requests": max_requests, "device": device}
+    sizes: dict[str, Any] = {**batch, "max_nodes": max_nodes}
+    return (
+        BuildPlan(**sizes, depth=depth, top_k=top_k),
+        IndicesPlan(**batch),
+        MaskPlan(**sizes, max_kv_len=max_kv_len, mask=mask, padded=padded),
+        AcceptPlan(**sizes, max_depth=depth, vocab_size=vocab_size, sampled=sampled, logits_dtype=logits_dtype),
+        CompactPlan(**sizes, max_depth=depth, convention="move" if moves else "keep"),
+    )

@@ -1,9 +1,13 @@
 """Stages in the emulator: any small kernel with a table of its own."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import nbverify as nv
+from nbverify import stages
 from nbverify.errors import ArgumentError, MemoryAccessError
 from nbverify.stages import Stage, open_runner, scalar
 from tests.support.scale_stage import stage
@@ -62,3 +66,13 @@ def test_wrong_dtypes_and_devices_are_refused_by_name():
 def test_a_field_must_not_have_the_name_of_a_method():
     with pytest.raises(ArgumentError, match="parameters: expected names that are no methods of a tuple, got count"):
         Stage("wrong", "tests.support.scale_stage", (scalar("count"),), threads=32)
+
+
+def test_one_kernel_is_loaded_for_each_size_of_shared_memory(monkeypatch):
+    """Of two plans of one runner, the second with larger trees: its blocks must not get what the first's need."""
+    loaded = []
+    monkeypatch.setattr(stages.launch, "Device", lambda ordinal: SimpleNamespace(name="GPU", num_sms=132, cc=(9, 0)))
+    monkeypatch.setattr(stages.compile, "compile_stage", lambda stage, target: stage.name)
+    monkeypatch.setattr(stages.launch, "LoadedKernel", lambda device, kernel, **sizes: loaded.append(sizes) or sizes)
+    runner, small, large = stages.GpuRunner(0), replace(stage(), shared_bytes=64), replace(stage(), shared_bytes=640)
+    assert [runner.load(one)["shared_bytes"] for one in (small, large, small)] == [64, 640, 64] and len(loaded) == 2

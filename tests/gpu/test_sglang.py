@@ -107,6 +107,7 @@ def test_a_captured_graph_serves_every_batch(case):
         if number % 20 == 0:
             lens[-1] = longest
         trees = server.trees(live)
+        server.draw()
         graph.prepare(lens, trees)
         torch.cuda.synchronize()
         free, allocated = torch.cuda.mem_get_info()[0], torch.cuda.memory_stats()["allocation.all.allocated"]
@@ -117,9 +118,10 @@ def test_a_captured_graph_serves_every_batch(case):
         assert worst(server, out, lens, trees) <= 1, f"replay {number}: {lens}"
         if number == 0:
             first, bits = (lens, trees), out[: live * server.nodes].clone()
-            pools = [pool.clone() for pool in server.pools]
-    for pool, then in zip(server.pools, pools, strict=True):
-        pool.copy_(then)  # later drafts lie where its prefix was
+            buffers = [*server.pools, server.q, server.k, server.v]
+            then = [buffer.clone() for buffer in buffers]
+    for buffer, was in zip(buffers, then, strict=True):
+        buffer.copy_(was)  # later drafts lie where its prefix was
     graph.prepare(*first)
     assert torch.equal(graph.replay()[: len(bits)], bits), "the same batch, the same bits"
     assert (plans.binds, plans.rebinds) == (1, 2), "two warm-ups and a capture; nothing at a replay"

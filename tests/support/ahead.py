@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import fcntl
-import multiprocessing
-import os
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import nbverify as nv
 from nbverify import compile
+from nbverify.ahead import run_in_processes
 from nbverify.kernels.planner import geometry_of, limits_of
 
 
@@ -26,8 +24,7 @@ class Job(NamedTuple):
     @property
     def cache_file(self) -> Path:
         geometry = geometry_of(self.spec, limits_of(self.cc, self.shared_bytes))
-        key = compile._cache_key(self.spec, compile.target_of(self.cc), geometry, self.debug)
-        return compile.cache_directory() / f"{key}.json"
+        return compile.cache_file(self.spec, compile.target_of(self.cc), geometry, debug=self.debug)
 
     def run(self) -> None:
         geometry = geometry_of(self.spec, limits_of(self.cc, self.shared_bytes))
@@ -47,8 +44,5 @@ def compile_ahead(jobs: Iterable[Job]) -> int:
         if not missing:
             return 0
         missing.sort(key=lambda job: job.spec.kernel != "mma")  # what takes longest comes first
-        workers = min(len(missing), max(1, (os.cpu_count() or 1) - 1), 16)
-        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-            for done in [pool.submit(job.run) for job in missing]:
-                done.exception()
+        run_in_processes([job.run for job in missing])
     return len(missing)

@@ -8,13 +8,14 @@ import math
 import numpy as np
 import pytest
 
+import nbverify as nv
 from examples.smollm2.decode import Decoder
 from examples.smollm2.drafters import RidgeHeads
-from examples.smollm2.kernel_model import KernelModel
+from examples.smollm2.kernel_model import KernelModel, what_compiles
 from examples.smollm2.model import NumpyModel, rms_norm
 from examples.smollm2.stages import TOP_THREADS, stage
-from nbverify.stages import open_runner
-from support.tiny_llama import CONFIG, PROMPTS, Oracle, decoded, tiny_model, tiny_tensors
+from nbverify.stages import EmulatorRunner, open_runner
+from support.tiny_llama import CONFIG, PROMPTS, VOCAB, Oracle, decoded, tiny_model, tiny_tensors
 from support.tiny_llama import WIDTH as MODEL_WIDTH
 
 HALF_ULP = 2.0**-11
@@ -187,3 +188,25 @@ def test_trees_give_what_plain_decoding_through_the_same_kernels_gives(dev):
     assert trees == plain
     assert drafted >= 2 and decoder.steps < 2 * new
     assert decoder.step.problems() == []
+
+
+def test_what_is_compiled_ahead_is_what_is_used(monkeypatch):
+    """A kernel that the list lacks is compiled when it is bound: nothing fails, but one waits for each."""
+    used, plan = set(), nv.VerifyPlan
+
+    def bind(self, stage, *arguments, bind=EmulatorRunner.bind):
+        used.add(stage.compile_key)
+        return bind(self, stage, *arguments)
+
+    def recorded(spec, **options):
+        used.add(spec.compile_key)
+        return plan(spec, **options)
+
+    monkeypatch.setattr(EmulatorRunner, "bind", bind)
+    monkeypatch.setattr(nv, "VerifyPlan", recorded)
+    sizes, steps = {"max_requests": 2, "max_len": 70}, [(1, 1, 1), (9, 4, 3)]
+    model = KernelModel(tiny_tensors(), CONFIG, **sizes, device=nv.Emulator())
+    for max_nodes, depth, top_k in steps:
+        model.open_step(max_nodes=max_nodes, depth=depth, top_k=top_k)
+    model.open_heads(np.zeros((2, 2 * MODEL_WIDTH, MODEL_WIDTH), np.float32), 3)
+    assert {one.compile_key for one in what_compiles(CONFIG, VOCAB, steps, **sizes)} == used

@@ -12,6 +12,7 @@ import pytest
 
 import nbverify as nv
 from nbverify.errors import ArgumentError
+from nbverify.stages import open_runner
 from nbverify.tree.build import build_tree, build_trees
 from nbverify.tree.masks import tree_buffers
 from nbverify.tree.planes import Plane
@@ -233,6 +234,26 @@ def test_a_graph_and_separate_launches_give_the_same(dev):
         one.one_step(lambda: one.step.launch(one.model))
         other.one_step(other.step.replay)
         assert one.sequences == other.sequences and one.slots == other.slots
+
+
+def test_steps_of_several_sizes_share_a_runner(dev):
+    """As a server has them: a step for each budget, made in any order.  The larger one comes second."""
+    runner = open_runner(dev.device)
+    table = dev.upload(np.zeros((1, MAX_LEN), np.int32))
+    for nodes, depth in ((1, 1), (33, 4)):
+        step = VerifyStep(
+            max_requests=1, depth=depth, top_k=8, max_nodes=nodes, max_kv_len=MAX_LEN, req_to_token=table,
+            device=runner,
+        )  # fmt: skip
+        step.tokens.set(np.arange(depth * 8).reshape(1, depth, 8))
+        step.logprobs.set(np.tile(-np.arange(1, 9, dtype=np.float32), (1, depth, 1)))
+        step.budgets.set([nodes - 1])
+        step.out_cache_loc.set(np.arange(nodes))
+        step.launch(lambda stream: None)
+        tree = build_tree(step.tokens.get()[0], step.logprobs.get()[0], 0, nodes - 1)
+        assert step.problems() == [] and step.num_nodes.get().tolist() == [nodes]
+        want = tree_buffers(tree.parents[None], [nodes], [0], mask="tree").custom_mask
+        np.testing.assert_array_equal(step.custom_mask.get(), want)
 
 
 @pytest.mark.slow

@@ -1,0 +1,75 @@
+"""Compile many kernels at once, into the cache on disk: one takes seconds, and a GPU machine has cores."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from nbverify import compile, launch
+from nbverify.errors import NbverifyError
+from nbverify.kernels.planner import geometry_of, limits_of
+from nbverify.spec import VerifySpec
+from nbverify.stages import Stage
+
+Progress = Callable[[str], None]
+
+
+def compile_ahead(
+    wanted: Iterable[VerifySpec | Stage], *, device: int | None = None, progress: Progress | None = None
+) -> int:
+    """Fill the cache with the kernels of specs and stages that it does not have; how many were missing.
+
+    Parameters
+    ----------
+    wanted
+        Specs of verify plans, and stages as plans of the tree step have them (``plan.stages``).  A ``score_mod`` must
+        be a function of a module, since other processes compile.
+    device
+        Ordinal of the GPU that they are for; None: the current one.
+    progress
+        Called with a line of text after each kernel.
+
+    What does not compile is left to the plan that needs it, whose error is the one to see.
+    """
+    gpu = launch.Device(device)
+    target = compile.target_of(compile.override_cc() or gpu.cc)
+    limits = limits_of((target.major, target.minor), gpu.shared_limit)
+    jobs: dict[Path, Callable[[], object]] = {}
+    for one in wanted:
+        if isinstance(one, Stage):
+            jobs[compile.cache_file_of_stage(one, target)] = partial(compile.compile_stage, one, target)
+            continue
+        try:
+            geometry = geometry_of(one, limits)
+        except NbverifyError:
+            continue
+        jobs[compile.cache_file(one, target, geometry)] = partial(compile.compile_spec, one, target, geometry)
+    missing = [job for path, job in jobs.items() if not path.exists()]
+    run_in_processes(missing, progress)
+    return len(missing)
+
+
+def run_in_processes(jobs: Sequence[Callable[[], object]], progress: Progress | None = None) -> None:
+    """Run jobs that can be pickled, as many at a time as there are cores; what they return or raise is dropped.
+
+    One job is left to who needs it: a process for it would only take longer.
+    """
+    workers = min(len(jobs), os.cpu_count() or 1)
+    if workers < 2:
+        return
+    context = multiprocessing.get_context("spawn")  # a forked child could not use CUDA, nor numba's threads
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        futures = [pool.submit(_run, job) for job in jobs]
+        for number, future in enumerate(futures, 1):
+            future.exception()
+            if progress is not None:
+                progress(f"compiled {number} of {len(futures)} kernels")
+
+
+def _run(job: Callable[[], object]) -> None:
+    """In the child; what a job returns does not travel back."""
+    job()
