@@ -744,6 +744,7 @@ PTX_TWINS: dict[str, Twin] = {
     "opaque_u32": lambda x: uint32(_address32(x)),
     "opaque_u64": uint64,
     "unroll_loops": lambda: None,
+    "keep_loops": lambda: None,
 }
 
 

@@ -36,7 +36,8 @@ f32x2, f32x4 = types.UniTuple(f32, 2), types.UniTuple(f32, 4)
 # LLVM type, and letter of the inline assembly's constraint
 _REGISTERS = {f32: (ir.FloatType(), "f"), u32: (ir.IntType(32), "r"), u64: (ir.IntType(64), "l")}
 SHARED_SPACE = 3  # LLVM's number of the .shared state space
-LOOP_WISHES = ("llvm.loop.unroll.full", "llvm.loop.unroll.runtime.disable")
+UNROLLED = ("llvm.loop.unroll.full", "llvm.loop.unroll.runtime.disable")
+KEPT = ("llvm.loop.unroll.disable",)
 SETMAXNREG_RANGE = range(24, 257, 8)
 
 
@@ -830,31 +831,47 @@ def unroll_loops(typingctx):
     two methods by which jumps are made are wrapped on this one builder.
     """
 
+    return _tag_loops(UNROLLED)
+
+
+@intrinsic
+def keep_loops(typingctx):
+    """Have no loop that follows in this function unrolled; where to call it, and how it works: ``unroll_loops``.
+
+    For a kernel that takes microseconds and finds its code in no cache: what counts there is how many instructions
+    come from memory, not how many are executed.
+    """
+    return _tag_loops(KEPT)
+
+
+def _tag_loops(wishes):
+    """What the typing function of a hint on loops returns; the first hint of a function stands."""
+
     def generate(context, builder, sig, values):
-        if not hasattr(builder, "unrolls_loops"):
-            builder.unrolls_loops = True
-            builder.branch = _tagging(builder, builder.branch)
-            builder.cbranch = _tagging(builder, builder.cbranch)  # `while`: its test stands at the end again
+        if not hasattr(builder, "tags_loops"):
+            builder.tags_loops = True
+            builder.branch = _tagging(builder, builder.branch, wishes)
+            builder.cbranch = _tagging(builder, builder.cbranch, wishes)  # `while`: its test stands at the end again
         return context.get_dummy_value()
 
     return signature(types.void), generate
 
 
-def _tagging(builder, make_jump):
+def _tagging(builder, make_jump, wishes):
     def make_tagged_jump(*operands):
         # Blocks are filled in the order of the source, so a target with something in it lies behind.
         goes_back = any(isinstance(operand, ir.Block) and operand.instructions for operand in operands)
         jump = make_jump(*operands)
         if goes_back:
-            jump.set_metadata("llvm.loop", _loop_identity(builder.module))
+            jump.set_metadata("llvm.loop", _loop_identity(builder.module, wishes))
         return jump
 
     return make_tagged_jump
 
 
-def _loop_identity(module):
+def _loop_identity(module, wishes):
     """A new metadata node, distinct because its first operand is itself, as LLVM asks of a loop's identity."""
-    wishes = [module.add_metadata([ir.MetaDataString(module, name)]) for name in LOOP_WISHES]
-    node = ir.values.MDValue(module, wishes, name=str(len(module.metadata)))
-    node.operands = (node, *wishes)
+    operands = [module.add_metadata([ir.MetaDataString(module, name)]) for name in wishes]
+    node = ir.values.MDValue(module, operands, name=str(len(module.metadata)))
+    node.operands = (node, *operands)
     return node

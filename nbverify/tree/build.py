@@ -42,6 +42,7 @@ import numpy as np
 
 from nbverify.emulator import Emulator
 from nbverify.errors import ArgumentError
+from nbverify.kernels.geometry import WARP
 from nbverify.stages import Runner, Stage, array, check_array, index_array, open_runner
 from nbverify.tree.binding import BoundStage, check_int, refuse_overlaps
 from nbverify.tree.trees import MAX_NODES, NO_PARENT, Tree, TreeBatch, check_parents
@@ -49,7 +50,7 @@ from nbverify.tree.trees import MAX_NODES, NO_PARENT, Tree, TreeBatch, check_par
 MAX_REQUESTS = 65_535
 MAX_DEPTH = 32
 MAX_TOP_K = 64
-THREADS = 128
+LEAST_THREADS, MOST_THREADS = 128, 1024
 
 Path = tuple[int, ...]  # tokens below the root
 
@@ -386,17 +387,19 @@ class BuildPlan:
 
 
 def stage(depth: int, top_k: int, max_nodes: int) -> Stage:
-    """The kernel for these sizes."""
+    """The kernel for these sizes; a thread for each entry of the table, so that one trip to memory fetches it."""
+    entries = (depth + 1) * (top_k + 1)
+    threads = min(max(LEAST_THREADS, -(-entries // WARP) * WARP), MOST_THREADS)
     return Stage(
         "build",
         "nbverify.tree.kernels.build",
         PARAMETERS,
-        threads=THREADS,
+        threads=threads,
         constants={
             "depth": depth,
             "top_k": top_k,
             "max_nodes": max_nodes,
-            "threads": THREADS,
+            "threads": threads,
             "bad_budget": int(BuildFlag.BUDGET),
             "bad_logprob": int(BuildFlag.NOT_A_LOGPROB),
             "bad_order": int(BuildFlag.RANK_ORDER),

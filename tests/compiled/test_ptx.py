@@ -126,7 +126,23 @@ def for_unknown(args):
     args.out[cuda.threadIdx.x] = total
 
 
-HINTED = {for_known: 128, while_known: 200, for_unknown: 1}  # -> ex2 in the PTX
+def for_kept(args):
+    ptx.keep_loops()
+    total = float32(0)
+    for i in range(3):
+        total = ptx.ex2(total + args.out[i])
+    args.out[cuda.threadIdx.x] = total
+
+
+def for_unknown_kept(args):
+    ptx.keep_loops()
+    total = float32(0)
+    for i in range(args.steps[0]):
+        total += ptx.ex2(args.out[i])
+    args.out[cuda.threadIdx.x] = total
+
+
+HINTED = {for_known: 128, while_known: 200, for_unknown: 1, for_kept: 1, for_unknown_kept: 1}  # -> ex2 in the PTX
 
 
 def hint_case(body):
@@ -149,7 +165,7 @@ def test_known_loops_are_unrolled_and_accumulators_stay_in_registers(cc):
 
 @pytest.mark.parametrize("cc", TARGETS)
 @pytest.mark.parametrize("body", HINTED, ids=lambda body: body.__name__)
-def test_loops_of_known_length_are_unrolled_and_others_are_not(body, cc):
+def test_loops_are_unrolled_or_kept_as_asked(body, cc):
     kernel = compile_case(hint_case(body), target_of(cc))
     assert problems_of(kernel) == []
     assert kernel.ptx.count("ex2.approx") == HINTED[body]
@@ -157,7 +173,8 @@ def test_loops_of_known_length_are_unrolled_and_others_are_not(body, cc):
 
 @pytest.mark.parametrize("body", HINTED, ids=lambda body: body.__name__)
 def test_the_compiler_would_not_do_it_by_itself(body, monkeypatch):
-    monkeypatch.setattr(ptx, "LOOP_WISHES", ("llvm.loop.mustprogress",))
+    identity = ptx._loop_identity
+    monkeypatch.setattr(ptx, "_loop_identity", lambda module, wishes: identity(module, ("llvm.loop.mustprogress",)))
     assert compile_case(hint_case(body), target_of("12.0")).ptx.count("ex2.approx") != HINTED[body]
 
 

@@ -30,6 +30,7 @@ Time     bounded for any data: what is out of range is never used as an index, a
 
 from numba import cuda, int32, int64
 
+from nbverify.kernels import ptx
 from nbverify.kernels.indices import load_index
 from nbverify.tree.kernels.accept_argmax import better, token_of
 from nbverify.tree.kernels.accept_rules import NO_NODE, NO_TOKEN, AcceptFlag
@@ -52,6 +53,7 @@ def make_open_tree(max_nodes, threads):
 
     @cuda.jit(device=True)
     def load_tree(args, b, parents, tokens):
+        ptx.keep_loops()
         n = int64(args.num_nodes[b])
         first_row = load_index(args.qo_indptr, args.qo_indptr_words, b)
         j = int32(cuda.threadIdx.x)
@@ -68,6 +70,7 @@ def make_open_tree(max_nodes, threads):
 
     @cuda.jit(device=True)
     def check_tree(flag, count, parents):
+        ptx.keep_loops()
         jumps = cuda.shared.array(two_rounds, int32)  # of a round, and of the next
         thread = int32(cuda.threadIdx.x)
         bad_root, bad_parent, unordered, lost = int32(0), int32(0), int32(0), int32(0)
@@ -121,6 +124,7 @@ def make_write_path(max_depth, threads):
 
     @cuda.jit(device=True)
     def write_path(args, b, path, length, first_row):
+        ptx.keep_loops()
         i = int32(cuda.threadIdx.x)
         while i < width:
             node, row = int32(NO_NODE), int32(NO_NODE)
@@ -156,6 +160,7 @@ def make_body(*, max_nodes, max_depth, threads, splits):
     @cuda.jit(device=True)
     def target_of(args, row):
         """(token, whether the row is bad)."""
+        ptx.unroll_loops()  # all partials are requested at once
         if splits == 0:
             return load_index(args.target_tokens, args.target_tokens_words, row), False
         packed = int64(0)
@@ -164,6 +169,7 @@ def make_body(*, max_nodes, max_depth, threads, splits):
         return token_of(packed), (packed & int64(1)) == 1 or packed <= 1
 
     def accept_greedy(args):
+        ptx.keep_loops()  # here and in what it calls: a third of the code, which comes from memory at each launch
         parents = cuda.shared.array(max_nodes, int32)
         tokens = cuda.shared.array(max_nodes, int64)
         targets = cuda.shared.array(max_nodes, int64)

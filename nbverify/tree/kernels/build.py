@@ -102,6 +102,7 @@ def make_body(depth, top_k, max_nodes, threads, bad_budget, bad_logprob, bad_ord
     table_size = (D + 1) * columns
 
     def build(args):
+        ptx.keep_loops()  # a third of the code, which comes from memory at each launch
         table = cuda.shared.array(table_size, float32)
         slot_scores = cuda.shared.array(N, float32)
         slot_ties = cuda.shared.array(N, int32)

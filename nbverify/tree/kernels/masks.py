@@ -43,6 +43,7 @@ Traffic     what is written, once; parents and lengths once for every block of a
 
 from numba import cuda, int32, int64, uint8, uint32
 
+from nbverify.kernels import ptx
 from nbverify.kernels.geometry import FULL_WARP, WARP
 from nbverify.kernels.indices import load_index
 from nbverify.spec import Mask
@@ -58,6 +59,7 @@ WORDS_PER_WALK = WARP  # of a mask row: one a lane
 @cuda.jit(device=True)
 def warp_sum(value):
     """Of an int64, in all lanes."""
+    ptx.keep_loops()
     for step in range(5):
         value += cuda.shfl_xor_sync(uint32(FULL_WARP), value, 1 << step)
     return value
@@ -101,6 +103,7 @@ def make_elements(mask):
 @cuda.jit(device=True)
 def seen_from(parents, row, word):
     """Bits of the columns of one word of a row, as int32, which is what shuffles take: the node and its ancestors."""
+    ptx.keep_loops()
     bits = int32(0)
     ancestor = row
     while ancestor >= 0:
@@ -119,6 +122,7 @@ def make_write_mask_words(*, mask, fill_prefix):
 
     @cuda.jit(device=True)
     def write_mask_words(args, start, row, rows, prefix_len, first_word, bits, is_node):
+        ptx.keep_loops()
         lane = int32(cuda.laneid)
         size = int64(args.custom_mask.size)
         if is_packed:
@@ -151,6 +155,7 @@ def make_write_mask_words(*, mask, fill_prefix):
 @cuda.jit(device=True)
 def first_child_and_next_sibling(parents, nodes, node):
     """Each the lowest number that fits, or -1.  The whole warp calls it: a lane looks at every 32nd node."""
+    ptx.keep_loops()
     lane = int32(cuda.laneid)
     parent = parents[node]
     child, sibling = int32(-1), int32(-1)
@@ -192,6 +197,7 @@ def make_body(*, mask, padded, fill_prefix, walks, threads, faults):
     @cuda.jit(device=True)
     def sum_of_earlier(args, request):
         """Rows and mask elements of the requests before this one, in all lanes of the warp that calls it."""
+        ptx.keep_loops()
         rows_before, elements_before = int64(0), int64(0)
         earlier = int32(cuda.laneid)
         while earlier < request:
@@ -203,6 +209,7 @@ def make_body(*, mask, padded, fill_prefix, walks, threads, faults):
         return warp_sum(rows_before), warp_sum(elements_before)
 
     def masks(args):
+        ptx.keep_loops()  # here and in what it calls: the launch takes as long as its code takes to come
         parents = cuda.shared.array(0, int32)
         starts = cuda.shared.array(2, int64)
         worst = cuda.shared.array(1, int32)
