@@ -38,12 +38,8 @@ class TileCounts:
 
 
 def score_ldmatrix(tiles: MmaGeometry) -> int:
-    """ldmatrix of a warp for the scores of a tile: 16 keys x 16 columns each, for all the fragments that it multiplies.
-
-    And 16 rows x 16 columns of the queries, where these are read from their rows, for each piece of the keys.
-    """
-    query_frags = tiles.row_frags if tiles.keeps_query_rows else 0
-    return tiles.part_steps * (tiles.key_frags // 2 + query_frags) * tiles.key_pieces
+    """ldmatrix of a warp for the scores of a tile: 16 keys x 16 columns each, for all the fragments that it shares."""
+    return tiles.part_steps * (tiles.key_frags // 2)
 
 
 def value_ldmatrix(tiles: MmaGeometry) -> int:
@@ -73,8 +69,7 @@ def counts_of(tiles: MmaGeometry, frags: int | None = None) -> TileCounts:
         else:
             is_score_warp = is_value_warp = True
             first_shared = tiles.row_teams - tiles.shared_warps
-            owner = warp if warp < first_shared else first_shared + (warp - first_shared) % tiles.shared_warps
-            fragment = owner * tiles.warp_frags
+            fragment = warp if warp < first_shared else first_shared + (warp - first_shared) % tiles.shared_warps
             turns = tiles.key_teams if tiles.tail_warps and warp >= first_shared else 1
         if is_score_warp and fragment < frags:
             mma[quarter] += tiles.score_mma / turns
@@ -111,16 +106,15 @@ def wasted_mma(tiles: MmaGeometry, rows: int) -> float:
 def ptx_counts(tiles: MmaGeometry) -> tuple[int, int]:
     """(mma, ldmatrix) in the PTX of the kernel that walks keys.
 
-    The scores stand once, and before them the queries of a segment, if they pass through the ring: all of a fragment's
+    The scores stand once, and before them the queries of a segment, which pass through the ring: all of a fragment's
     columns, or of as many fragments a part.  With roles the output stands once too: values are cleaned in place.  With
     teams it stands a second time, where values are not finite: there it takes them out, and with V apart adds them, by
-    two more mma where there is one.  That program serves one piece of the keys after the other.
+    two more mma where there is one.
     """
-    mma, ldmatrix = tiles.score_mma + tiles.value_mma, score_ldmatrix(tiles) + value_ldmatrix(tiles)
-    if not tiles.has_roles:
-        mma += (3 if tiles.separate_v else 1) * tiles.value_mma // tiles.key_pieces
-        ldmatrix += value_ldmatrix(tiles) // tiles.key_pieces
-    return mma, ldmatrix + (0 if tiles.keeps_query_rows else tiles.query_steps)
+    copies = 1 if tiles.has_roles else 2
+    repairs = 2 if tiles.separate_v and not tiles.has_roles else 0
+    mma = tiles.score_mma + (copies + repairs) * tiles.value_mma
+    return mma, tiles.query_steps + score_ldmatrix(tiles) + copies * value_ldmatrix(tiles)
 
 
 def copy_instructions(ptx: str) -> dict[str, int]:
@@ -132,20 +126,15 @@ def copy_counts(tiles: MmaGeometry, index_copies: int, waits: int) -> dict[str, 
     """Row copies and 16-byte shared loads in the PTX, for so many index copies and waits.
 
     A fetch stands in the program twice, or more often where the compiler unrolls the loop that fills the ring; each
-    has an index copy a pass, and of fp8 a wait, as each part of the queries has one.  Row copies: the queries' (those
-    that stay are copied in a loop, a row a pass), and all of K and V beside each index copy.  Loads: queries without a
-    register, the weights, the flags and what is cleaned (roles), the search for values that are not finite (teams), and
-    rows that are widened (fp8).
+    has an index copy a pass, and of fp8 a wait, as each part of the queries has one.  Row copies: the queries', and all
+    of K and V beside each index copy.  Loads: queries without a register, the weights, the flags and what is cleaned
+    (roles), the search for values that are not finite (teams), and rows that are widened (fp8).
     """
     steps = (tiles.k_row_bytes + tiles.v_row_bytes) // (COPY_BYTES * tiles.copy_lanes)
-    for_queries = 2 if tiles.keeps_query_rows else tiles.staging_parts  # warps that fetch wait for fewer copies
-    widened = waits - for_queries if tiles.raw_stages else 0
+    widened = waits - tiles.staging_parts if tiles.raw_stages else 0
     wide_rows = widened * tiles.copy_passes * (2 if tiles.separate_v else 1)
     for_values = weight_loads(tiles) + 2 if tiles.has_roles else 1
-    query_copies = tiles.query_steps
-    if tiles.keeps_query_rows:
-        query_copies = 2 * tiles.head_dim_qk // (COPY_BYTES * tiles.copy_lanes)
     return {
-        "row copies": query_copies + index_copies * steps,
+        "row copies": tiles.query_steps + index_copies * steps,
         "16-byte shared loads": tiles.query_rest + for_values + wide_rows,
     }

@@ -7,6 +7,7 @@ from nbverify.kernels import ptx
 from nbverify.kernels.scores import FRAG_BYTES
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import ZERO, log_sum_exp, weight
+from nbverify.kernels.tiles import FRAG_ROWS
 from nbverify.kernels.weights import LANES_PER_ROW, ROWS_PER_LANE, finish_row_sum, make_pack
 
 STATE_BYTES = 8
@@ -45,13 +46,12 @@ def make_write_states(spec, geometry):
 def make_finish_rows(spec, geometry):
     """``finish_rows(me, args, shared, record, maxima, sums)``: the states of a warp's rows, which are final."""
     write_states = make_write_states(spec, geometry)
-    rows, warp_rows = ROWS_PER_LANE * geometry.warp_frags, geometry.warp_rows
 
     @cuda.jit(device=True, forceinline=True)
     def finish_rows(me, args, shared, record, maxima, sums):
         ptx.unroll_loops()
-        lane, first_row = int32(me.lane), int32(int32(me.warp) * warp_rows)
-        for r in range(rows):
+        lane, first_row = int32(me.lane), int32(int32(me.warp) * FRAG_ROWS)
+        for r in range(ROWS_PER_LANE):
             total = finish_row_sum(sums[r])
             if lane % LANES_PER_ROW == 0:
                 row = int32(first_row + 8 * r + lane // LANES_PER_ROW)
@@ -69,12 +69,7 @@ def make_join_teams(spec, geometry):
     """
     row_teams, key_teams, shared_warps = geometry.row_teams, geometry.key_teams, geometry.shared_warps
     value_frags, states_offset, first_shared = geometry.value_frags, geometry.states_offset, row_teams - shared_warps
-    rows, warp_rows, num_frags = (
-        ROWS_PER_LANE * geometry.warp_frags,
-        geometry.warp_rows,
-        geometry.row_frags * value_frags,
-    )
-    warp_bytes, num_weights = num_frags * FRAG_BYTES, rows * key_teams
+    rows, warp_bytes, num_weights = ROWS_PER_LANE, value_frags * FRAG_BYTES, ROWS_PER_LANE * key_teams
     write_states = make_write_states(spec, geometry)
 
     @cuda.jit(device=True, forceinline=True)
@@ -84,7 +79,7 @@ def make_join_teams(spec, geometry):
 
     @cuda.jit(device=True, forceinline=True)
     def state_address(shared, warp, row):
-        return uint32(shared + uint32(states_offset + (warp * warp_rows + row) * STATE_BYTES))
+        return uint32(shared + uint32(states_offset + (warp * FRAG_ROWS + row) * STATE_BYTES))
 
     @cuda.jit(device=True, forceinline=True)
     def leave(me, shared, maxima, sums, o):
@@ -97,7 +92,7 @@ def make_join_teams(spec, geometry):
                 ptx.store_shared_f32(target, maxima[r])
                 ptx.store_shared_f32(target + uint32(4), total)
         target = uint32(shared + uint32((warp - row_teams) * warp_bytes + lane * 16))
-        for f in range(num_frags):
+        for f in range(value_frags):
             at = 4 * f
             ptx.store_shared_v4_f32(target + uint32(f * FRAG_BYTES), (o[at], o[at + 1], o[at + 2], o[at + 3]))
 
@@ -120,16 +115,15 @@ def make_join_teams(spec, geometry):
                 x = ptx.load_shared_f32(state_address(shared, warp_of(warp, team), row) + uint32(4))
                 total = cuda.fma(w[team * rows + r], x, total)
             if lane % LANES_PER_ROW == 0:
-                write_states(args, shared, record, int32(warp * warp_rows + row), highest, total)
-        for f in range(num_frags):
-            first = f // value_frags * ROWS_PER_LANE  # of the lane's rows that this fragment has
+                write_states(args, shared, record, int32(warp * FRAG_ROWS + row), highest, total)
+        for f in range(value_frags):
             for i in range(4):
-                o[4 * f + i] = libdevice.fmul_rn(o[4 * f + i], w[first + i // 2])
+                o[4 * f + i] = libdevice.fmul_rn(o[4 * f + i], w[i // 2])
             for team in range(1, key_teams):
                 source = (warp_of(warp, team) - row_teams) * warp_bytes + f * FRAG_BYTES + lane * 16
                 x = ptx.load_shared_v4_f32(shared + uint32(source))
                 for i in range(4):
-                    o[4 * f + i] = cuda.fma(w[team * rows + first + i // 2], x[i], o[4 * f + i])
+                    o[4 * f + i] = cuda.fma(w[team * rows + i // 2], x[i], o[4 * f + i])
 
     return leave, join
 
@@ -138,8 +132,7 @@ def make_write_outputs(spec, geometry):
     """``write_outputs(me, args, shared, record, o)``: the warp's rows and columns, as results or as partial states."""
     row_frags, value_frags, has_roles = geometry.row_frags, geometry.value_frags, geometry.has_roles
     rows_per_tile, head_dim_v, group = geometry.rows_per_tile, spec.head_dim_v, spec.group
-    score_warps, finals_offset, warp_rows = geometry.score_warps, geometry.finals_offset, geometry.warp_rows
-    rows = 2 * row_frags
+    score_warps, finals_offset, rows = geometry.score_warps, geometry.finals_offset, 2 * row_frags
     pack = make_pack(spec.dtype)
 
     @cuda.jit(device=True, forceinline=True)
@@ -150,7 +143,7 @@ def make_write_outputs(spec, geometry):
         if has_roles:
             column = int32(column + (warp - score_warps) * (value_frags * 8))
         else:
-            row = int32(row + warp * warp_rows)
+            row = int32(row + warp * FRAG_ROWS)
         segment = load_segment(record)
         first = int32(int32(segment.first_row) + row)
         left = int32(int32(segment.request.num_nodes * group) - first)  # rows of the request from this one on

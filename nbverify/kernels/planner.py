@@ -12,8 +12,6 @@ from nbverify.spec import VerifySpec
 MAX_TILE_KEYS, MAX_ROLE_TILE_KEYS = 64, 32
 MAX_SLOT_BYTES = 40 * 1024  # of a tile in the ring
 MAX_WARPS = 8  # 255 registers a thread
-MIN_PAIRED_FRAGS = 8  # from so many on a warp of a team has two
-MAX_PAIRED_DIM = 128  # accumulators of 32 rows x 128 columns: 128 registers
 MAX_ROLE_FRAGS = 4  # 64 rows
 MAX_LEAN_WARPS = 12  # 168 registers a thread
 MAX_STAGES = 8
@@ -69,10 +67,6 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         five fragments on a block has one warp for each, and the slowest SM quarter sets the pace: nine warps would have
         three in one quarter and two in the others.  So the one or two fragments past a multiple of four are shared by
         four warps, one in each quarter, which take tiles in turn (1 x 33 x 32/8 x 128 at 32k: 95 instead of 104 us).
-        From eight fragments on shared memory sets the pace: each warp reads all keys and values.  So a warp has two
-        fragments where its registers hold their outputs, and the same rule goes for warps of 32 rows.  (With seven, too
-        many rows of the eighth would be for nothing.)  Only with tiles of 64 keys, since queries are read again for
-        each piece of them, and in as few row tiles: else this would read more, not less.
     Stages
         All that fit.  Two tiles are in use at a time, the others are on their way.  An fp8 tile is on its way in its
         own, smaller slots, and the ring has just what is in use and the tile that is being widened.
@@ -95,14 +89,10 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
     else:
         most = MAX_LEAN_WARPS if spec.head_dim_v // 2 + spec.head_dim_qk // 4 <= 96 else MAX_WARPS
     shapes: list[dict[str, int]] = []
-    if has_roles:
-        for height in _heights(frags, most):
+    for height in dict.fromkeys(-(-frags // n) for n in range(-(-frags // most), frags + 1)):  # from the tallest down
+        if has_roles:
             shapes += [_roles(height, value_warps, keys) for keys in (MAX_ROLE_TILE_KEYS, FRAG_KEYS)]
-    else:
-        heights = _heights(frags, most)
-        if frags >= MIN_PAIRED_FRAGS and spec.head_dim_v <= MAX_PAIRED_DIM:
-            shapes += [_pairs(height) for height in _heights(-(-frags // 2), -(-heights[0] // 2))[:1]]
-        for height in heights:
+        else:
             shapes += _teams(height)
     for shape in shapes:
         tiles = MmaGeometry(
@@ -126,15 +116,10 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
     return tiles  # check_shared_memory says by how much it does not fit
 
 
-def _heights(rows: int, most: int) -> list[int]:
-    """Heights of equal row tiles, of ``most`` or less, that together have ``rows``: from the tallest down."""
-    return list(dict.fromkeys(-(-rows // n) for n in range(-(-rows // most), rows + 1)))
-
-
 def _roles(row_frags: int, value_warps: int, keys: int) -> dict[str, int]:
     return {
         "row_frags": row_frags, "value_warps": value_warps,
-        "row_teams": 1, "key_teams": 1, "team_keys": keys, "tail_warps": 0, "key_pieces": 1,
+        "row_teams": 1, "key_teams": 1, "team_keys": keys, "tail_warps": 0,
     }  # fmt: skip
 
 
@@ -142,7 +127,9 @@ def _teams(height: int) -> list[dict[str, int]]:
     """Tiles of ``height`` fragments, a warp each and those that share them: from the one with the most keys down."""
     shapes = []
     if height > SM_QUARTERS:
-        teams, tail = _sharing(height)
+        # Those past a multiple of four are shared, if they are one or two.
+        tail = height % SM_QUARTERS if height % SM_QUARTERS <= SM_QUARTERS // 2 else 0
+        teams = SM_QUARTERS // tail if tail else 1
         shapes = [(teams, MAX_TILE_KEYS // n, tail) for n in (1, 2, 4)]
     else:
         teams = MAX_WARPS // height
@@ -153,25 +140,10 @@ def _teams(height: int) -> list[dict[str, int]]:
     return [
         {
             "row_frags": 1, "value_warps": 0, "row_teams": height, "key_teams": key_teams, "team_keys": keys,
-            "tail_warps": tail, "key_pieces": 1,
+            "tail_warps": tail,
         }
         for key_teams, keys, tail in shapes
     ]  # fmt: skip
-
-
-def _pairs(height: int) -> dict[str, int]:
-    """A tile of ``height`` pairs of fragments.  With four all are shared, by tiles, as pieces of 32 keys want it."""
-    teams, tail = _sharing(height) if height > SM_QUARTERS else (MAX_WARPS // height, height)
-    return {
-        "row_frags": 2, "value_warps": 0, "row_teams": height, "key_teams": teams, "team_keys": MAX_TILE_KEYS,
-        "tail_warps": tail, "key_pieces": 2,
-    }  # fmt: skip
-
-
-def _sharing(height: int) -> tuple[int, int]:
-    """(key_teams, tail_warps) of more than four warps: those past a multiple of four, if they are one or two."""
-    tail = height % SM_QUARTERS if height % SM_QUARTERS <= SM_QUARTERS // 2 else 0
-    return (SM_QUARTERS // tail if tail else 1), tail
 
 
 def with_stages(tiles: MmaGeometry, stages: int) -> MmaGeometry:
@@ -196,8 +168,6 @@ def column_parts_of(row_frags: int, query_steps: int) -> int:
 
 def query_steps_in_registers(tiles: MmaGeometry) -> int:
     """How many fragments of the queries a warp keeps; the rest it reads from shared memory for each tile."""
-    if tiles.keeps_query_rows:
-        return 0
     # Of this tile; with roles also of the last one, and of this one for all fragments that are shared.
     scores = (1 + tiles.column_parts if tiles.has_roles else 1) * 4 * tiles.key_frags
     outputs = 0 if tiles.has_roles else 4 * tiles.value_frags

@@ -33,51 +33,8 @@ def _make_row_address(spec):
 
 
 def make_load_queries(spec, geometry):
-    """A score warp's queries, once a segment: ``request(me, args, shared, record, turn, first_row)``, and then
+    """A score warp's fragments, once a segment: ``request(me, args, shared, record, turn, first_row)``, and then
     ``load_queries(me, args, shared, record, turn, first_row, queries)``.
-
-    A row past the end reads some other row: it is computed and not written.
-    """
-    return (_make_load_query_rows if geometry.keeps_query_rows else _make_load_query_fragments)(spec, geometry)
-
-
-def _make_load_query_rows(spec, geometry):
-    """Rows that stay as they are: all warps copy some.  A block barrier after ``load_queries`` publishes them, and one
-    before ``request`` says that nobody reads those of the segment before."""
-    warps, rows_per_tile, pitch, offset = (
-        geometry.warps, geometry.rows_per_tile, geometry.query_pitch, geometry.query_rows_offset,
-    )  # fmt: skip
-    lanes, raw_stages, first_fetching_warp = geometry.copy_lanes, geometry.raw_stages, geometry.first_fetching_warp
-    rows_per_pass, copies = WARP // lanes, 2 * geometry.head_dim_qk // (CHUNK_BYTES * lanes)
-    swizzle, advance, row_address = make_swizzle(pitch), make_advance(pitch), _make_row_address(spec)
-
-    @cuda.jit(device=True, forceinline=True)
-    def request(me, args, shared, record, turn, first_row):
-        ptx.unroll_loops()
-        segment, piece = load_segment(record), uint32(me.lane % uint32(lanes) * uint32(CHUNK_BYTES))
-        row = uint32(me.warp * uint32(rows_per_pass) + me.lane // uint32(lanes))
-        end = ptx.opaque_u32(uint32(rows_per_tile))  # else the loop is unrolled
-        while row < end:
-            source = row_address(args, segment, int32(row)) + uint64(piece)
-            target = uint32(shared + uint32(offset) + row * uint32(pitch) + (piece ^ swizzle(row)))
-            for i in range(copies):
-                at = i * lanes * CHUNK_BYTES
-                ptx.cp_async_16(advance(target, at), source + uint64(at))
-            row = uint32(row + uint32(warps * rows_per_pass))
-        ptx.cp_async_commit()
-
-    @cuda.jit(device=True, forceinline=True)
-    def load_queries(me, args, shared, record, turn, first_row, queries):
-        if raw_stages > 0 and me.warp >= uint32(first_fetching_warp):
-            ptx.cp_async_wait(raw_stages)  # fp8: as many groups were begun after the queries'
-        else:
-            ptx.cp_async_wait(NONE_PENDING)
-
-    return request, load_queries
-
-
-def _make_load_query_fragments(spec, geometry):
-    """Fragments in registers, or in shared memory of the warp's own.
 
     ``first_row`` is the first row, in the row unit, of the warp's own fragment.  Its rows come by cp.async into slots
     of the ring that are not used yet, the last ones from turn ``turn`` on; in parts of some columns where the ring is
@@ -86,6 +43,7 @@ def _make_load_query_fragments(spec, geometry):
     From there warps that share fragments take, each, their columns of all of them, as operands into ``queries``: the
     fragment of warp ``part + j`` of those is number ``k * column_parts + j``.  Those for which there is no register lie
     in shared memory, each lane its own 16 bytes.
+    A row past the end reads some other row: it is computed and not written.
     """
     steps, kept, rest = geometry.query_steps, geometry.query_steps_kept, geometry.query_rest
     stages, slot_bytes, pitch = geometry.stages, geometry.slot_bytes, geometry.staging_pitch

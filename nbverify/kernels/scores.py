@@ -8,11 +8,8 @@ Column parts   What limits a tile is shared memory: each key row is read once fo
                keeps half of the columns of both and reads half of each key.  The products are then sums over half of
                the columns; each warp sends the other what is the other's, and adds what it gets.
 
-Two fragments  A warp of a team that has 32 rows has no register for queries at all.  Their rows stay in shared memory
-               as keys lie there, once for all warps that share them, and each step's operands come by ldmatrix, too.
-
-Layout of scores in a lane: ``s[(r * key_frags + j) * 2 + i]`` is row ``8 r + g`` of the warp's, key ``8 j + 2 t + i``
-of the piece, with g = lane // 4 and t = lane % 4: what mma gives, sorted by row.
+Layout of scores in a lane: ``s[(r * key_frags + j) * 2 + i]`` is row ``8 r + g`` of the fragment, key
+``8 j + 2 t + i``, with g = lane // 4 and t = lane % 4: what mma gives, sorted by row.
 """
 
 from numba import cuda, uint32
@@ -23,8 +20,7 @@ from nbverify.kernels.geometry import WARP
 from nbverify.kernels.row_copies import CHUNK_BYTES
 from nbverify.kernels.rows import make_advance, make_swizzle
 from nbverify.kernels.softmax import ZERO
-from nbverify.kernels.team_places import make_find_first_key, make_find_team
-from nbverify.kernels.tiles import FRAG_ROWS
+from nbverify.kernels.team_places import make_find_first_key
 
 STEP_BYTES = 32  # of a row: 16 columns
 FRAG_BYTES = 16 * WARP  # four 32-bit registers of each lane
@@ -55,23 +51,19 @@ def make_find_step(geometry):
 
 def step_registers_of(geometry):
     """32-bit registers of the operands of a k16 step."""
-    loads_queries = geometry.keeps_query_rows or geometry.query_rest > 0
-    return 2 * geometry.key_frags + (4 * geometry.score_frags if loads_queries else 0)
+    return 2 * geometry.key_frags + (4 * geometry.column_parts if geometry.query_rest else 0)
 
 
 def make_multiply_keys(spec, geometry):
     """``multiply_keys(me, shared, tile, queries, fragments, s, begin, end)``: steps ``begin`` to ``end`` of Q K^T.
 
-    ``tile`` is the address of the K rows of the tile, or of a piece of it.  A call that begins with step 0 starts the
-    sums anew.  ``s`` has the scores of all fragments of the warp one after the other, its own first; with several
-    column parts they are sums over the warp's columns alone (``make_exchange``).
+    ``tile`` is the address of the tile's K rows.  A call that begins with step 0 starts the sums anew.  ``s`` has the
+    scores of all fragments of the warp one after the other, its own first; with several column parts they are sums over
+    the warp's columns alone (``make_exchange``).
     """
     steps, kept, rest = geometry.part_steps, geometry.query_steps_kept, geometry.query_rest
     key_frags, has_roles, find_first_key = geometry.key_frags, geometry.has_roles, make_find_first_key(geometry)
     k_pitch, queries_offset, parts = geometry.k_pitch, geometry.queries_offset, geometry.column_parts
-    frags, keeps_rows, find_first_row = geometry.score_frags, geometry.keeps_query_rows, make_find_team(geometry)[0]
-    query_pitch, query_rows_offset = geometry.query_pitch, geometry.query_rows_offset
-    query_swizzle, query_advance = make_swizzle(query_pitch), make_advance(query_pitch)
     row_stride, key_pairs = 2 * key_frags, key_frags // 2
     step_registers, ahead = step_registers_of(geometry), geometry.steps_ahead
     multiply, swizzle, advance = make_multiply(spec.dtype), make_swizzle(k_pitch), make_advance(k_pitch)
@@ -86,13 +78,10 @@ def make_multiply_keys(spec, geometry):
             x = ptx.ldmatrix_x4(advance(keys, step_columns(k)) + uint32(pair * 16 * k_pitch))
             at = here + 4 * pair
             fragments[at], fragments[at + 1], fragments[at + 2], fragments[at + 3] = x[0], x[1], x[2], x[3]
-        for j in range(frags):
-            q, at = k * frags + j, here + 4 * key_pairs + 4 * j
+        for j in range(parts):
+            q, at = k * parts + j, here + 4 * key_pairs + 4 * j
             if q >= kept:
-                if keeps_rows:
-                    x = ptx.ldmatrix_x4(query_advance(mine, k * STEP_BYTES) + uint32(j * FRAG_ROWS * query_pitch))
-                else:
-                    x = ptx.load_shared_v4_u32(mine + uint32((q - kept) * FRAG_BYTES))
+                x = ptx.load_shared_v4_u32(mine + uint32((q - kept) * FRAG_BYTES))
                 fragments[at], fragments[at + 1], fragments[at + 2], fragments[at + 3] = x[0], x[1], x[2], x[3]
 
     @cuda.jit(device=True, forceinline=True)
@@ -107,14 +96,9 @@ def make_multiply_keys(spec, geometry):
         else:
             key = uint32(key + find_first_key(warp))
         keys = uint32(tile + key * uint32(k_pitch) + (column ^ swizzle(key)))
-        if keeps_rows:  # rows 0-7 and 8-15 of the first 8 columns, then of the next 8
-            row = uint32(find_first_row(warp) + lane % uint32(16))
-            chunk = uint32(lane // uint32(16) * uint32(CHUNK_BYTES))
-            mine = uint32(shared + row * uint32(query_pitch) + (chunk ^ query_swizzle(row)) + uint32(query_rows_offset))
-        else:
-            mine = uint32(shared + warp * uint32(rest * FRAG_BYTES) + lane * uint32(16) + uint32(queries_offset))
+        mine = uint32(shared + warp * uint32(rest * FRAG_BYTES) + lane * uint32(16) + uint32(queries_offset))
         if begin == 0:
-            for i in range(2 * row_stride * frags):
+            for i in range(2 * row_stride * parts):
                 s[i] = ZERO
             for k in range(min(ahead, steps)):
                 load_step(keys, mine, k, fragments)
@@ -122,8 +106,8 @@ def make_multiply_keys(spec, geometry):
             if k + ahead < steps:
                 load_step(keys, mine, k + ahead, fragments)
             here = k % (ahead + 1) * step_registers
-            for j in range(frags):
-                q, at = k * frags + j, here + 4 * key_pairs + 4 * j
+            for j in range(parts):
+                q, at = k * parts + j, here + 4 * key_pairs + 4 * j
                 if q < kept:
                     a = (queries[4 * q], queries[4 * q + 1], queries[4 * q + 2], queries[4 * q + 3])
                 else:

@@ -1,22 +1,24 @@
 """Who does what among teams: which rows, which keys of a tile and which tiles are a warp's (see tiles.py).
 
-The first ``row_teams`` warps have rows each, ``warp_rows`` of them.  Every further one shares those of one of the last
-``shared_warps``: with its own keys of each tile, or, where only some rows are shared, with its own tiles.
+The first ``row_teams`` warps have 16 rows each.  Every further one shares those of one of the last ``shared_warps``:
+with its own keys of each tile, or, where only some rows are shared, with its own tiles.
 """
 
 from numba import cuda, uint32
 
+from nbverify.kernels.tiles import FRAG_ROWS
+
 
 def make_find_team(geometry):
     """``find_first_row(warp)``: of its rows in the tile; ``find_team(warp)``: 0 for their first warp, then 1, 2 .."""
-    row_teams, shared_warps, warp_rows = geometry.row_teams, geometry.shared_warps, geometry.warp_rows
+    row_teams, shared_warps = geometry.row_teams, geometry.shared_warps
 
     @cuda.jit(device=True, forceinline=True)
     def find_first_row(warp):
         owner = uint32(warp)
         if warp >= uint32(row_teams):
             owner = uint32(uint32(row_teams - shared_warps) + (warp - uint32(row_teams)) % uint32(shared_warps))
-        return uint32(owner * uint32(warp_rows))
+        return uint32(owner * uint32(FRAG_ROWS))
 
     @cuda.jit(device=True, forceinline=True)
     def find_team(warp):

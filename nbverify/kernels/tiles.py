@@ -2,11 +2,11 @@
 
 Two ways to share a tile among the warps of a block, both in row fragments of 16 query rows:
 
-    teams   (head dims up to 256) every warp does everything for its rows, one fragment or two: scores, softmax, and
-            all columns of the output.  Up to four such warps are joined by others for the same rows, ``key_teams`` in
-            all, which take different keys of a tile.  Of more, only the last one or two are (``tail_warps``), where an
-            SM quarter would else have a warp more than the others: these take whole tiles in turn.  Warps that share
-            rows are merged at the end of a segment.
+    teams   (head dims up to 256) every warp does everything for one row fragment: scores, softmax, and all columns of
+            the output.  Up to four such warps are joined by others for the same rows, ``key_teams`` in all, which take
+            different keys of a tile.  Of more, only the last one or two are (``tail_warps``), where an SM quarter would
+            else have a warp more than the others: these take whole tiles in turn.  Warps that share rows are merged at
+            the end of a segment.
     roles   (MLA) a row's 512 output columns do not fit beside its queries, so the work is split by kind:
             ``row_frags`` score warps, one a fragment, keep the queries and make the weights P;
             ``value_warps`` value warps, each with its slice of the columns for all rows, keep the outputs and also
@@ -15,8 +15,8 @@ Two ways to share a tile among the warps of a block, both in row fragments of 16
 
 ``choose_tiles`` in planner.py picks the shape, and its reasons stand there.
 
-Row fragments of a warp:    ``score_frags`` it multiplies keys with, ``warp_frags`` it makes weights of (``warp_rows``
-rows), ``row_frags`` it keeps outputs of.  Teams: the same one or two.  Roles: ``column_parts``, 1, and all of the tile.
+Row fragments of a warp:    ``column_parts`` it multiplies keys with, one it makes weights of, ``row_frags`` it keeps
+outputs of.  Teams: the same one.  Roles: those that score warps share, one of them, and all of the tile.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ class MmaGeometry:
 
         ring        [stages] of a key tile: K rows, then V rows if they are apart, as kernels/rows.py has them
         raw         [raw_stages] of a key tile as the pool has it (fp8): K rows, then V rows, not padded
-        query rows  [rows_per_tile]  as kernels/rows.py has them (teams of two fragments a warp)
         weights     [2, team_keys / 16, row_frags, lanes, 4]  P as mma fragments, 32-bit pairs (roles)
         factors     [2, rows_per_tile]  float32, rescaling of a row's output by the last tile (roles)
         flags       [2, 4]  uint32, one a score warp: some factor is not 1 (roles)
         indices     [index_slots, keys_per_tile]  uint32, pool rows of the tiles to come
         exchange    [2, row_frags, column_parts - 1, key_frags, lanes, 4]  float32, parts of scores
-        states      [warps, warp_rows, 2]  float32, (m, l) of a warp's rows (if there are several key teams)
+        states      [warps, 16, 2]  float32, (m, l) of a warp's rows (if there are several key teams)
         finals      [rows_per_tile]  float32, factors of the rows' outputs
         queries     [score warps, query_rest, lanes, 4]  32-bit pairs: fragments for which there is no register
         barriers    [2 stages]  8 bytes each
@@ -63,13 +62,12 @@ class MmaGeometry:
     head_dim_qk: int
     head_dim_v: int
     shared_kv: bool
-    row_frags: int  # whose outputs a warp has; teams: 1 or 2
+    row_frags: int  # whose outputs a warp has; teams: 1
     value_warps: int  # teams: 0
     row_teams: int  # roles: 1
     key_teams: int  # roles: 1
     team_keys: int
     tail_warps: int  # teams: of row_teams, the last, whose rows key_teams warps share by tiles; 0: all, by keys
-    key_pieces: int  # teams: parts of team_keys, the weights of one made among the products of another
     column_parts: int  # score warps that share their fragments, each with a part of the columns; teams: 1
     cache_bytes: int  # of an element in the pool: 2, or 1 for fp8
     stages: int
@@ -95,21 +93,6 @@ class MmaGeometry:
     def shared_warps(self) -> int:
         """Teams: of the first ``row_teams`` warps the last, whose rows ``key_teams`` warps share."""
         return self.tail_warps or self.row_teams
-
-    @property
-    def score_frags(self) -> int:
-        """Row fragments that a warp multiplies keys with."""
-        return self.column_parts if self.has_roles else self.row_frags
-
-    @property
-    def warp_frags(self) -> int:
-        """Row fragments whose weights a warp makes."""
-        return 1 if self.has_roles else self.row_frags
-
-    @property
-    def warp_rows(self) -> int:
-        """Query rows of these."""
-        return FRAG_ROWS * self.warp_frags
 
     @property
     def first_fetching_warp(self) -> int:
@@ -138,14 +121,8 @@ class MmaGeometry:
 
     @property
     def copied_rows(self) -> int:
-        """Rows of a tile that one warp fetches: whole passes.
-
-        With two fragments a warp, those that share rows fetch all if there are any, since they multiply a part of the
-        tiles only.
-        """
+        """Rows of a tile that one warp fetches: whole passes."""
         rows_per_pass, warps = WARP // self.copy_lanes, self.value_warps or self.warps
-        if self.keeps_query_rows and self.tail_warps:
-            warps = self.key_teams * self.tail_warps
         return -(-self.keys_per_tile // (warps * rows_per_pass)) * rows_per_pass
 
     @property
@@ -185,14 +162,9 @@ class MmaGeometry:
         return run_steps_of(self.column_parts)
 
     @property
-    def piece_keys(self) -> int:
-        """Keys whose scores a warp has at a time."""
-        return self.team_keys // self.key_pieces
-
-    @property
     def key_frags(self) -> int:
-        """n8 tiles of the scores of a piece."""
-        return self.piece_keys // 8
+        """n8 tiles of the scores."""
+        return self.team_keys // 8
 
     @property
     def value_frags(self) -> int:
@@ -202,7 +174,7 @@ class MmaGeometry:
     @property
     def score_mma(self) -> int:
         """mma instructions of a warp for the scores of a tile."""
-        return self.warp_frags * self.query_steps * self.key_frags * self.key_pieces
+        return self.query_steps * self.key_frags
 
     @property
     def value_mma(self) -> int:
@@ -285,24 +257,9 @@ class MmaGeometry:
         return self.raw_stages or self.stages
 
     @property
-    def keeps_query_rows(self) -> bool:
-        """Query rows stay in shared memory, where all warps that share them read them; none is kept in registers."""
-        return not self.has_roles and self.row_frags > 1
-
-    @property
-    def query_rows_offset(self) -> int:
-        """First byte of the query rows."""
-        return self.raw_offset + self.raw_stages * self.raw_slot_bytes
-
-    @property
-    def query_pitch(self) -> int:
-        """Distance of query rows that stay."""
-        return row_pitch(2 * self.head_dim_qk)
-
-    @property
     def weights_offset(self) -> int:
         """First byte of P."""
-        return self.query_rows_offset + (self.rows_per_tile * self.query_pitch if self.keeps_query_rows else 0)
+        return self.raw_offset + self.raw_stages * self.raw_slot_bytes
 
     @property
     def weights_bytes(self) -> int:
@@ -342,7 +299,7 @@ class MmaGeometry:
     @property
     def finals_offset(self) -> int:
         """First byte of the rows' factors."""
-        return self.states_offset + (8 * self.warps * self.warp_rows if self.key_teams > 1 else 0)
+        return self.states_offset + (8 * self.warps * FRAG_ROWS if self.key_teams > 1 else 0)
 
     @property
     def queries_offset(self) -> int:
@@ -351,19 +308,17 @@ class MmaGeometry:
 
     @property
     def score_warps(self) -> int:
-        """Warps that multiply queries."""
+        """Warps that keep queries."""
         return self.row_frags if self.has_roles else self.warps
 
     @property
     def query_rest(self) -> int:
-        """Query fragments of a score warp, 16 rows x 16 columns, that stay in shared memory of its own."""
-        return 0 if self.keeps_query_rows else self.query_steps - self.query_steps_kept
+        """Query fragments of a score warp, 16 rows x 16 columns, that stay in shared memory."""
+        return self.query_steps - self.query_steps_kept
 
     @property
     def staging_parts(self) -> int:
         """How many times the score warps pass a part of their query columns through the ring: the fewest that fit."""
-        if self.keeps_query_rows:
-            return 1
         wholes = [
             n
             for n in (1, 2, 3, 4, 6)
@@ -385,18 +340,7 @@ class MmaGeometry:
     @property
     def staging_slots(self) -> int:
         """Slots of the ring that query rows pass through, 16 of each score warp."""
-        return 0 if self.keeps_query_rows else self._staging_slots_of(self.staging_parts)
-
-    @property
-    def tiles_before_queries(self) -> int:
-        """Teams: tiles that are fetched, at the start of a segment, before queries are waited for.
-
-        As many as the slots that queries do not pass through.  Where they pass through none, all; but of an fp8 cache
-        no tile, since fetching is to wait for its rows.
-        """
-        if self.keeps_query_rows and self.raw_stages:
-            return 0
-        return self.stages - self.staging_slots
+        return self._staging_slots_of(self.staging_parts)
 
     def _staging_pitch_of(self, parts: int) -> int:
         return row_pitch(2 * self.head_dim_qk // parts)
@@ -433,7 +377,7 @@ class MmaGeometry:
     @property
     def team_merge_bytes(self) -> int:
         """Of the ring, at the end of a segment: outputs of the teams that share rows, all but the first."""
-        return (self.key_teams - 1) * self.shared_warps * self.warp_rows * self.head_dim_v * 4
+        return (self.key_teams - 1) * self.shared_warps * FRAG_ROWS * self.head_dim_v * 4
 
     def fits(self, shared_bytes: int) -> bool:
         """Whether a block finds room, and the ring is large enough for what passes through it beside keys."""

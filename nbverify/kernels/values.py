@@ -37,39 +37,37 @@ SIGN, MAGNITUDE = 0x8000, 0x7FFF
 
 
 def make_rescale(geometry):
-    """``rescale(o, factors)``: the rows' outputs times their factors."""
-    row_frags, value_frags = geometry.row_frags, geometry.value_frags
+    """``rescale(o, factors)``: the rows' outputs times their factors (teams)."""
+    value_frags = geometry.value_frags
 
     @cuda.jit(device=True, forceinline=True)
     def rescale(o, factors):
         ptx.unroll_loops()
-        for m in range(row_frags):
-            for j in range(value_frags):
-                at = (m * value_frags + j) * 4
-                o[at], o[at + 1] = o[at] * factors[2 * m], o[at + 1] * factors[2 * m]
-                o[at + 2], o[at + 3] = o[at + 2] * factors[2 * m + 1], o[at + 3] * factors[2 * m + 1]
+        for j in range(value_frags):
+            at = 4 * j
+            o[at], o[at + 1] = o[at] * factors[0], o[at + 1] * factors[0]
+            o[at + 2], o[at + 3] = o[at + 2] * factors[1], o[at + 3] * factors[1]
 
     return rescale
 
 
 def make_multiply_values(spec, geometry, *, cleans=False):
-    """``multiply_values(me, shared, parity, tile, p, o, begin, end)``: o += P V, of ``count`` steps those from
-    ``begin`` to ``end``; and ``count``.  ``tile`` is the address of the V rows of the tile, or of a piece of its keys.
+    """``multiply_values(me, shared, parity, tile, p, o)``: o += P V; ``tile`` is the address of its V rows.
 
     ``p`` are the warp's own weights (teams); with roles they are read from shared memory.  ``cleans``: takes out what
-    is not finite.
+    is not finite (teams).
     """
     row_frags, value_frags, key_frags = geometry.row_frags, geometry.value_frags, geometry.key_frags
-    piece_keys, score_warps, find_first_key = geometry.piece_keys, geometry.row_frags, make_find_first_key(geometry)
+    team_keys, score_warps, find_first_key = geometry.team_keys, geometry.row_frags, make_find_first_key(geometry)
     v_pitch, weights_offset, weights_bytes = geometry.v_pitch, geometry.weights_offset, geometry.weights_bytes
     has_roles, separate_v = geometry.has_roles, geometry.separate_v
     column_pairs, num_registers = value_frags // 2, 4 * row_frags
-    count = piece_keys // 16 * column_pairs
+    count = team_keys // 16 * column_pairs
     ahead = geometry.steps_ahead
     num_fragments = 4 * (ahead + 1)
     multiply, swizzle, advance = make_multiply(spec.dtype), make_swizzle(v_pitch), make_advance(v_pitch)
     without_non_finite = _make_without_non_finite(spec.dtype)
-    add_non_finite = _make_add_non_finite(spec.dtype, row_frags, value_frags)
+    add_non_finite = _make_add_non_finite(spec.dtype)
 
     @cuda.jit(device=True, forceinline=True)
     def load_weights(me, shared, parity, step, p, a):
@@ -81,11 +79,8 @@ def make_multiply_values(spec, geometry, *, cleans=False):
                 x = ptx.load_shared_v4_u32(source + uint32((step * row_frags + m) * FRAG_BYTES))
                 a[4 * m], a[4 * m + 1], a[4 * m + 2], a[4 * m + 3] = x[0], x[1], x[2], x[3]
         else:
-            for m in range(row_frags):
-                upper, lower = 2 * m * key_frags + 2 * step, (2 * m + 1) * key_frags + 2 * step
-                a[4 * m], a[4 * m + 1], a[4 * m + 2], a[4 * m + 3] = (
-                    p[upper], p[lower], p[upper + 1], p[lower + 1],
-                )  # fmt: skip
+            upper, lower = 2 * step, key_frags + 2 * step
+            a[0], a[1], a[2], a[3] = p[upper], p[lower], p[upper + 1], p[lower + 1]
 
     @cuda.jit(device=True, forceinline=True)
     def load_piece(values, i, fragments):
@@ -95,7 +90,7 @@ def make_multiply_values(spec, geometry, *, cleans=False):
         fragments[at], fragments[at + 1], fragments[at + 2], fragments[at + 3] = x[0], x[1], x[2], x[3]
 
     @cuda.jit(device=True, forceinline=True)
-    def multiply_values(me, shared, parity, tile, p, o, begin, end):
+    def multiply_values(me, shared, parity, tile, p, o):
         ptx.unroll_loops()
         lane, warp = me.lane, me.warp
         # Matrices of the ldmatrix: keys 0-7 and 8-15 of the first 8 columns, then of the next 8.
@@ -106,13 +101,13 @@ def make_multiply_values(spec, geometry, *, cleans=False):
             key = uint32(key + find_first_key(warp))
         values = uint32(tile + key * uint32(v_pitch) + (column ^ swizzle(key)))
         a, fragments = cuda.local.array(num_registers, uint32), cuda.local.array(num_fragments, uint32)
-        for i in range(begin, min(begin + ahead, end)):
+        for i in range(min(ahead, count)):
             load_piece(values, i, fragments)
-        for i in range(begin, end):
+        for i in range(count):
             step, pair, here = i // column_pairs, i % column_pairs, i % (ahead + 1) * 4
-            if pair == 0 or i == begin:
+            if pair == 0:
                 load_weights(me, shared, parity, step, p, a)
-            if i + ahead < end:
+            if i + ahead < count:
                 load_piece(values, i + ahead, fragments)
             b = (fragments[here], fragments[here + 1], fragments[here + 2], fragments[here + 3])
             if cleans:
@@ -132,7 +127,7 @@ def make_multiply_values(spec, geometry, *, cleans=False):
                     c = multiply(w, (b[2 * j], b[2 * j + 1]), (o[at], o[at + 1], o[at + 2], o[at + 3]))
                     o[at], o[at + 1], o[at + 2], o[at + 3] = c[0], c[1], c[2], c[3]
 
-    return multiply_values, count
+    return multiply_values
 
 
 def make_find_non_finite(spec, geometry):
@@ -205,7 +200,7 @@ def _make_without_non_finite(dtype):
     return without_non_finite
 
 
-def _make_add_non_finite(dtype, row_frags, value_frags):
+def _make_add_non_finite(dtype):
     exponent, one = EXPONENT[dtype], ONE[dtype]
     multiply = make_multiply(dtype)
 
@@ -243,14 +238,13 @@ def _make_add_non_finite(dtype, row_frags, value_frags):
         for j in range(2):
             above = (infinite(b[2 * j], 0), infinite(b[2 * j + 1], 0))
             below = (infinite(b[2 * j], SIGN), infinite(b[2 * j + 1], SIGN))
-            for m in range(row_frags):
-                who = (seen(a[4 * m]), seen(a[4 * m + 1]), seen(a[4 * m + 2]), seen(a[4 * m + 3]))
-                ups, downs = multiply(who, above, zeros), multiply(who, below, zeros)
-                at = (m * value_frags + 2 * pair + j) * 4
-                for i in range(4):
-                    if ups[i] > ZERO:
-                        o[at + i] += INF
-                    if downs[i] > ZERO:
-                        o[at + i] -= INF
+            who = (seen(a[0]), seen(a[1]), seen(a[2]), seen(a[3]))
+            ups, downs = multiply(who, above, zeros), multiply(who, below, zeros)
+            at = (2 * pair + j) * 4
+            for i in range(4):
+                if ups[i] > ZERO:
+                    o[at + i] += INF
+                if downs[i] > ZERO:
+                    o[at + i] -= INF
 
     return add_non_finite

@@ -24,7 +24,7 @@ from nbverify.kernels.weights import (
 def make_walk_scores(spec, geometry, ring):
     """``walk_scores(me, args, shared, record, turn)``, from turn ``turn`` of the ring; gives its turn then."""
     keys_per_tile, threads, key_frags = geometry.keys_per_tile, geometry.threads, geometry.key_frags
-    steps, parts, num_queries = geometry.part_steps, geometry.column_parts, max(1, 4 * geometry.query_steps_kept)
+    parts, num_queries = geometry.column_parts, max(1, 4 * geometry.query_steps_kept)
     num_fragments = (geometry.steps_ahead + 1) * step_registers_of(geometry)
     num_scores, num_weights, group = 4 * key_frags, 2 * key_frags, spec.group
     num_products = parts * num_scores
@@ -35,9 +35,9 @@ def make_walk_scores(spec, geometry, ring):
     send, add = make_exchange(geometry)
     weighing = make_weigh(spec, geometry)
     scale, weigh_alone = weighing[0], make_weigh_alone(geometry, weighing)
-    publish_weights, prefetch_mask = make_publish_weights(geometry), make_prefetch_mask(spec, geometry.warp_rows)
+    publish_weights, prefetch_mask = make_publish_weights(geometry), make_prefetch_mask(spec, FRAG_ROWS)
     finish_rows = make_finish_rows(spec, geometry)
-    multiply_and_weigh = make_multiply_and_weigh(geometry, multiply_keys, steps, weighing)
+    multiply_and_weigh = make_multiply_and_weigh(geometry, multiply_keys, weighing)
 
     @cuda.jit(device=True, forceinline=True)
     def walk_rows(me, args, shared, record, turn):

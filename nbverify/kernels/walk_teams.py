@@ -23,6 +23,7 @@ from nbverify.kernels.segments import NEXT_POSITION, RECORD_BYTES, load_segment,
 from nbverify.kernels.softmax import NEG_INF, ZERO
 from nbverify.kernels.team_places import make_find_first_key, make_find_team, make_takes_tile
 from nbverify.kernels.team_tiles import make_walk_tile
+from nbverify.kernels.tiles import FRAG_ROWS
 from nbverify.kernels.weights import ROWS_PER_LANE
 
 
@@ -52,15 +53,15 @@ def _make_walk_segment(spec, geometry, ring):
     stages, first_fetching_warp = geometry.stages, geometry.first_fetching_warp
     row_teams, key_teams, shared_warps = geometry.row_teams, geometry.key_teams, geometry.shared_warps
     team_keys, keys_per_tile = geometry.team_keys, geometry.keys_per_tile
-    num_queries, num_outputs = max(1, 4 * geometry.query_steps_kept), 4 * geometry.row_frags * geometry.value_frags
-    rows, group = ROWS_PER_LANE * geometry.warp_frags, spec.group
-    before_queries = geometry.tiles_before_queries
+    num_queries, num_outputs = max(1, 4 * geometry.query_steps_kept), 4 * geometry.value_frags
+    group = spec.group
+    before_queries = stages - geometry.staging_slots  # tiles that go to slots where no queries are
     always_checked = checks_every_tile(spec)
 
     find_first_rows, fetch, wait_full, release = ring.find_first_rows, ring.fetch, ring.wait_full, ring.release
     tile_address, next_turn, turn_before = ring.tile_address, ring.next_turn, ring.turn_before
     request_queries, load_queries = make_load_queries(spec, geometry)
-    walk_tile, prefetch_mask = make_walk_tile(spec, geometry), make_prefetch_mask(spec, geometry.warp_rows)
+    walk_tile, prefetch_mask = make_walk_tile(spec, geometry), make_prefetch_mask(spec, FRAG_ROWS)
     finish_rows = make_finish_rows(spec, geometry)
     leave, join = make_join_teams(spec, geometry)
     find_first_row, _ = make_find_team(geometry)
@@ -69,7 +70,7 @@ def _make_walk_segment(spec, geometry, ring):
 
     @cuda.jit(device=True, forceinline=True)
     def start(me, args, shared, record, turn, first_row, queries):
-        """Request the queries and the first tiles, as many as there are slots; the last slots may be the queries' way.
+        """Request the queries, by way of the last slots, and the first tiles, as many as there are slots.
 
         Where masks are read, they come to L2 meanwhile.
         """
@@ -121,10 +122,10 @@ def _make_walk_segment(spec, geometry, ring):
         queries = cuda.local.array(num_queries, uint32)
         start(me, args, shared, record, turn, first_row, queries)
         o = cuda.local.array(num_outputs, float32)
-        maxima, sums = cuda.local.array(rows, float32), cuda.local.array(rows, float32)
+        maxima, sums = cuda.local.array(ROWS_PER_LANE, float32), cuda.local.array(ROWS_PER_LANE, float32)
         for i in range(num_outputs):
             o[i] = ZERO
-        for r in range(rows):
+        for r in range(ROWS_PER_LANE):
             maxima[r], sums[r] = NEG_INF, ZERO
 
         tile = first_tile

@@ -25,7 +25,7 @@ def make_walk_values(spec, geometry, ring):
     find_first_rows, fetch, wait_full = ring.find_first_rows, ring.fetch, ring.wait_full
     tile_address, next_turn, turn_before = ring.tile_address, ring.next_turn, ring.turn_before
     rescale_by_flags = make_rescale_by_flags(geometry)
-    multiply_values, count = make_multiply_values(spec, geometry)
+    multiply_values = make_multiply_values(spec, geometry)
     clean_values = make_clean_values(spec, geometry)
 
     @cuda.jit(device=True, forceinline=True)
@@ -77,7 +77,7 @@ def make_walk_values(spec, geometry, ring):
             keys_after = int32(int32(tile + 1) * keys_per_tile)
             if always_checked or keys_after > int32(segment.request.prefix_len):
                 clean_values(here, values)
-            multiply_values(here, base, parity, values, o, o, 0, count)
+            multiply_values(here, base, parity, values, o, o)
             if left >= 3:  # there is one more but one
                 ptx.barrier_arrive(uint32(DONE) + (ptx.opaque_u32(left - 1) & uint32(1)), uint32(threads))
             turn, left = next_turn(int32(ptx.opaque_u32(turn))), int32(left - 1)

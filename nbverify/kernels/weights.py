@@ -45,7 +45,7 @@ def make_weigh(spec, geometry):
     ``weigh(own, bases, sums, p, j)``: weights of the scores of keys ``8 j`` to ``8 j + 7`` (pairs,
     ``p[r * key_frags + j]``), added to ``sums``.
     """
-    rows, key_frags = ROWS_PER_LANE * geometry.warp_frags, geometry.key_frags
+    rows, key_frags = ROWS_PER_LANE, geometry.key_frags
     pack, finish_score = make_pack(spec.dtype), make_finish_score(spec)
     (find_mask, open_row, sees), has_roles = make_mask(spec), geometry.has_roles
 
@@ -118,7 +118,7 @@ def make_weigh(spec, geometry):
 def make_weigh_alone(geometry, weighing):
     """``weigh_alone(own, states, factors, p)``: from scaled scores ``own`` to weights ``p``, as multiply_and_weigh."""
     _, find_largest, raise_maxima, weigh = weighing
-    key_frags, rows = geometry.key_frags, ROWS_PER_LANE * geometry.warp_frags
+    key_frags, rows = geometry.key_frags, ROWS_PER_LANE
 
     @cuda.jit(device=True, forceinline=True)
     def weigh_alone(own, states, factors, p):
@@ -133,24 +133,23 @@ def make_weigh_alone(geometry, weighing):
     return weigh_alone
 
 
-def make_multiply_and_weigh(geometry, multiply, steps, weighing):
-    """``multiply_and_weigh(operands, own, states, factors, p)``: the ``steps`` of a product, and among them from scores
-    ``own``, which are scaled, to weights ``p``; says whether a factor is not 1.
+def make_multiply_and_weigh(geometry, multiply_keys, weighing):
+    """``multiply_and_weigh(operands, own, states, factors, p)``: the score products of a tile, and among them from the
+    scores ``own`` of another one, which are scaled, to its weights ``p``; says whether a factor is not 1 (roles).
 
-    ``multiply`` is multiply_keys or multiply_values, with six ``operands`` and the steps that it is to make;
-    ``weighing`` is what make_weigh gives, ``states`` are ``(maxima, sums)``.  There is no branch, so that the assembler
-    may mix the two chains.
+    ``operands`` are those of multiply_keys but for the steps; ``weighing`` is what make_weigh gives, ``states`` are
+    ``(maxima, sums)``.  There is no branch, so that the assembler may mix the two chains.
     """
     _, find_largest, raise_maxima, weigh = weighing
-    key_frags, rows = geometry.key_frags, ROWS_PER_LANE * geometry.warp_frags
+    key_frags, rows, steps = geometry.key_frags, ROWS_PER_LANE, geometry.part_steps
     # Products before the weights begin, before they are raised, and among the weights of eight keys each.
-    lead = min(steps, max(1, steps // 9))
-    raised_at = min(steps, 2 * lead)
+    lead = max(1, steps // 9)
+    raised_at = 2 * lead
     last_piece = raised_at + key_frags * ((steps - raised_at) // (key_frags + 1))
 
     @cuda.jit(device=True, forceinline=True)
     def multiply_steps(operands, begin, end):
-        multiply(operands[0], operands[1], operands[2], operands[3], operands[4], operands[5], begin, end)
+        multiply_keys(operands[0], operands[1], operands[2], operands[3], operands[4], operands[5], begin, end)
 
     weigh_all = _make_weigh_all(multiply_steps, weigh, raised_at, last_piece, key_frags)
 

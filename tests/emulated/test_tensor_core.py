@@ -7,10 +7,10 @@ import pytest
 from support.batches import assert_close, random_batch
 from support.devices import EmulatorDevice, run
 from support.tensor_core import *  # noqa: F403
-from support.tensor_core import BOTH, FP8, GQA, IN_PARTS, KIMI, MLA, PAIRS, limit_with_parts, slow, smallest_limit
+from support.tensor_core import BOTH, FP8, GQA, IN_PARTS, KIMI, MLA, TAIL, limit_with_parts, slow, smallest_limit
 
 SEEDS = range(1, 5)
-SPECS = {"gqa": GQA, "pairs": PAIRS, "mla": MLA, "kimi": KIMI}
+SPECS = {"gqa": GQA, "tail": TAIL, "mla": MLA, "kimi": KIMI}
 KIMI_FP8 = replace(KIMI, kv_dtype="float8_e4m3fn")  # of 72 rows
 CAPABILITIES = [(8, 0), (9, 0), (12, 0)]
 each_other_capability = pytest.mark.parametrize("cc", [(8, 0), (12, 0)], ids=["8.0", "12.0"])
@@ -49,7 +49,7 @@ def test_order_of_threads_while_queries_pass(name, seed):
 
 
 @each_other_capability
-@pytest.mark.parametrize("spec", [*BOTH.values(), slow(PAIRS)], ids=[*BOTH, "pairs"])
+@pytest.mark.parametrize("spec", [*BOTH.values(), slow(TAIL)], ids=[*BOTH, "tail"])
 def test_order_of_threads_on_other_devices(spec, cc):
     batch = random_batch(np.random.default_rng(82), spec, [70, 3], [2, 3])
     want = run(EmulatorDevice(2, 0, cc), batch)

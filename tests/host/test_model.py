@@ -58,8 +58,6 @@ def test_a_tile_reads_each_operand_from_shared_memory_once_a_warp(configuration)
         through += 2 * 4 * tiles.rows_per_tile * tiles.keys_per_tile * (tiles.column_parts - 1)
     else:
         warps_of_tile = tiles.row_teams * (tiles.keys_per_tile // tiles.team_keys)
-        if tiles.row_frags == 2:  # queries are read from their rows, for each piece of the keys
-            rest_bytes = tiles.key_pieces * 32 * 2 * tiles.head_dim_qk
         through = warps_of_tile * (k_bytes + v_bytes + rest_bytes)
     fill = tiles.keys_per_tile * (tiles.k_row_bytes + tiles.v_row_bytes)
     assert counts_of(tiles).pool_bytes == fill
@@ -71,12 +69,11 @@ def test_a_tile_reads_each_operand_from_shared_memory_once_a_warp(configuration)
 def test_fragments_without_rows_multiply_no_scores(configuration):
     """But for those that share warps with one that has rows."""
     tiles = configuration.tiles
-    most, shared = tiles.rows_per_tile // 16, tiles.score_frags
+    most, shared = tiles.rows_per_tile // 16, tiles.column_parts
     one, full = counts_of(tiles, 1), counts_of(tiles, most)
     assert full == counts_of(tiles) == counts_of(tiles, most + 1)
     parts_of_tile = tiles.keys_per_tile // tiles.team_keys
-    a_warp = tiles.score_mma if tiles.has_roles else parts_of_tile * (tiles.score_mma + tiles.value_mma)
-    a_fragment = a_warp // tiles.warp_frags
+    a_fragment = tiles.score_mma if tiles.has_roles else parts_of_tile * (tiles.score_mma + tiles.value_mma)
     for frags in range(1, most + 1):
         assert full.mma - counts_of(tiles, frags).mma == (most - -(-frags // shared) * shared) * a_fragment
     if tiles.has_roles:
@@ -98,11 +95,6 @@ def test_ptx_counts():
     tiles = choose_tiles(SPECS["gqa128"]["gqa128-8"], limits)
     ldmatrix = 8 + score_ldmatrix(tiles) + 2 * value_ldmatrix(tiles)
     assert not tiles.has_roles and ptx_counts(tiles) == (tiles.score_mma + 4 * tiles.value_mma, ldmatrix)
-    # Two fragments a warp, and 64 keys in two pieces: 8 steps of 2 operands of keys and 2 of queries for each piece.
-    # The second program for values serves one piece.
-    tiles = choose_tiles(SPECS["gqa128"]["gqa128-33"], limits_of((9, 0)))
-    assert (tiles.row_frags, tiles.key_pieces, score_ldmatrix(tiles)) == (2, 2, 2 * 8 * 4)
-    assert ptx_counts(tiles) == (tiles.score_mma + 5 * tiles.value_mma // 2, 64 + 3 * value_ldmatrix(tiles) // 2)
     narrow = replace(SPECS["mla"]["mla-33"], head_dim_qk=192, head_dim_v=128)
     tiles = choose_tiles(narrow, limits)
     assert not tiles.has_roles and ptx_counts(tiles)[0] == tiles.score_mma + 2 * tiles.value_mma
@@ -119,9 +111,6 @@ def test_copies_by_hand():
     tiles = choose_tiles(SPECS["gqa128-fp8"]["gqa128-fp8-8"], limits_of((9, 0)))
     assert (tiles.query_rest, tiles.copy_passes, tiles.staging_parts) == (0, 2, 1)
     assert copy_counts(tiles, 6, 3) == {"row copies": 8 + 6 * 2, "16-byte shared loads": 2 * 2 * 2 + 1}
-    # Two fragments a warp: a lane copies two pieces of a query row in each pass.
-    tiles = choose_tiles(SPECS["gqa128"]["gqa128-33"], limits_of((9, 0)))
-    assert copy_counts(tiles, 6, 1) == {"row copies": 2 + 6 * 4, "16-byte shared loads": 1}
 
 
 def test_copies_are_found_in_ptx():
@@ -195,13 +184,13 @@ def test_few_tiles_leave_blocks_idle():
 
 
 def test_units_lie_on_the_line_as_in_the_schedule():
-    """The KV head varies fastest: 260 rows of two heads are two full row tiles, then two of 100 rows."""
+    """The KV head varies fastest: 260 rows of two heads are two full row tiles, then two of 116 rows."""
     spec = nv.VerifySpec.gqa(8, 2, 128, max_requests=1, max_nodes=65, max_kv_len=10_000, sm_scale=1.0, kernel="mma")
     tiles = choose_tiles(spec, limits_of((9, 0)))
-    assert tiles.rows_per_tile == 160
+    assert tiles.rows_per_tile == 144
     blocks = list(model.shares(spec, tiles, Batch(1, 65, 4096), 4))
     assert [[(frags, direct) for frags, _, direct in block] for block in blocks] == [
-        [(10, True)], [(10, True)], [(7, True)], [(7, True)],
+        [(9, True)], [(9, True)], [(8, True)], [(8, True)],
     ]  # fmt: skip
 
 

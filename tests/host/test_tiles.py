@@ -71,8 +71,7 @@ def regions_of(tile):
     pitches += pitch_by_hand(v_width, 64) if v_width else 0
     ring = tile.stages * keys * pitches
     raw = tile.raw_stages * keys * (tile.head_dim_qk + v_width)
-    score_warps, pairs = tile.row_frags if roles else tile.warps, not roles and tile.row_frags == 2
-    query_rows = rows * pitch_by_hand(tile.head_dim_qk, 64) * pairs
+    score_warps = tile.row_frags if roles else tile.warps
     steps_left = tile.head_dim_qk // 16 - tile.query_steps_kept
     slots = tile.raw_stages or tile.stages  # of indices
     exchanged = tile.row_frags * (tile.column_parts - 1) * (tile.team_keys // 8) * LANES * 4 * 4
@@ -80,15 +79,14 @@ def regions_of(tile):
     return [
         ("ring", 0, ring, CHUNK),
         ("raw", tile.raw_offset, raw, CHUNK),
-        ("query rows", tile.query_rows_offset, query_rows, LINE if pairs else CHUNK),
         ("weights", tile.weights_offset, 2 * tile.team_keys // 16 * tile.row_frags * FRAGMENT * roles, CHUNK),
         ("factors", tile.factors_offset, 2 * rows * 4 * roles, 4),
         ("flags", tile.flags_offset, 2 * 4 * 4 * roles, CHUNK),
         ("indices", tile.indices_offset, slots * keys * 4, 4),
         ("exchange", tile.exchange_offset, 2 * exchanged, CHUNK),
-        ("states", tile.states_offset, tile.warps * tile.warp_rows * 8 * (tile.key_teams > 1), 4),
+        ("states", tile.states_offset, tile.warps * 16 * 8 * (tile.key_teams > 1), 4),
         ("finals", tile.finals_offset, rows * 4, 4),
-        ("queries", tile.queries_offset, score_warps * steps_left * FRAGMENT * (not pairs), CHUNK),
+        ("queries", tile.queries_offset, score_warps * steps_left * FRAGMENT, CHUNK),
         ("barriers", tile.barriers_offset, 2 * tile.stages * 8, 8),
         ("segments", tile.segments_offset, 2 * RECORD_BYTES, CHUNK),
         ("chunks", tile.tile_bytes - chunks, chunks, CHUNK),
@@ -128,17 +126,14 @@ def layout_problems(tile):
         f"{tile.copied_rows} rows a warp": tile.copied_rows * tile.fetching_warps >= tile.keys_per_tile,
         f"{tile.staging_parts} parts of the queries": tile.query_steps % (tile.staging_parts * tile.column_parts) == 0,
         f"{tile.column_parts} column parts of {tile.row_frags} fragments": tile.row_frags % tile.column_parts == 0,
-        f"{tile.warp_rows} rows a warp": tile.warp_rows == (16 if tile.has_roles else 16 * tile.row_frags),
-        f"{tile.key_pieces} pieces of {tile.team_keys} keys": tile.team_keys % (16 * tile.key_pieces) == 0,
+        f"{tile.row_frags} fragments without roles": tile.has_roles or tile.row_frags == 1,
         f"{tile.part_steps} steps of a part": tile.part_steps * tile.column_parts == tile.query_steps,
         f"{tile.part_steps} steps in runs of {tile.run_steps}": tile.part_steps % tile.run_steps == 0,
         f"{tile.column_parts} column parts without roles": tile.has_roles or tile.column_parts == 1,
         f"{lanes} lanes for {columns} columns": columns % 16 == 0 and 2 * columns % (CHUNK * lanes) == 0,
         f"{columns} columns at a pitch of {tile.staging_pitch}": 2 * columns <= tile.staging_pitch,
-        "query rows leave their slot": tile.staging_warps * 16 * tile.staging_pitch <= slot or tile.keeps_query_rows,
-        f"{tile.staging_slots} slots for queries": (
-            tile.staging_slots * tile.staging_warps >= tile.score_warps or tile.keeps_query_rows
-        ),
+        "query rows leave their slot": tile.staging_warps * 16 * tile.staging_pitch <= slot,
+        f"{tile.staging_slots} slots for queries": tile.staging_slots * tile.staging_warps >= tile.score_warps,
         f"{tile.staging_slots} slots for queries, of {tile.stages}": tile.staging_slots <= tile.stages,
         f"{tile.team_merge_bytes} bytes of teams": tile.team_merge_bytes <= tile.stages * slot,
         # The ring: one tile multiplied, one weighted, one that is on its way or is widened.

@@ -22,7 +22,7 @@ MMA = {"kernel": "mma"}
 GQA = gqa(4, 2, 16, **MMA)
 NARROW = mla(2, head_dim_qk=64, head_dim_v=32, **MMA)  # teams, and V is half of a swizzled line
 MLA = mla(2, head_dim_qk=288, head_dim_v=64, **MMA)  # the narrowest whose columns are shared among warps
-PAIRS = gqa(32, 2, 16, **MMA)  # warps of 32 rows, whose weights stand among products
+TAIL = gqa(12, 2, 16, **MMA)  # nine fragments: four warps take tiles of the last one in turn
 KIMI = mla(8, max_nodes=9, max_requests=2, **MMA)  # 576 and 512, 72 rows
 BOTH = {"gqa": GQA, "mla": MLA}
 FP8 = {f"{name}-fp8": replace(spec, kv_dtype="float8_e4m3fn") for name, spec in BOTH.items()}
@@ -33,11 +33,11 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-each = pytest.mark.parametrize("spec", [*BOTH.values(), slow(PAIRS)], ids=[*BOTH, "pairs"])
+each = pytest.mark.parametrize("spec", [*BOTH.values(), slow(TAIL)], ids=[*BOTH, "tail"])
 # Specs that tests make of those they are given: for tests/gpu/conftest.py.
 ALSO_COMPILED = [
     KIMI,
-    *(replace(spec, prefix_visible=False, max_nodes=8) for spec in (*BOTH.values(), PAIRS)),
+    *(replace(spec, prefix_visible=False, max_nodes=8) for spec in (*BOTH.values(), TAIL)),
     replace(GQA, dtype="float16", kv_dtype="float16"),
 ]
 BAD = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf}
@@ -126,12 +126,12 @@ def test_any_number_of_rows(dev, spec):
     "spec",
     [
         *BOTH.values(),
-        slow(PAIRS),
+        slow(TAIL),
         slow(replace(GQA, split="fixed")),
         slow(replace(GQA, mask=nv.Mask.CAUSAL)),
         slow(replace(MLA, score_mod=soft_cap)),
     ],
-    ids=[*BOTH, "pairs", "fixed", "causal", "score_mod"],
+    ids=[*BOTH, "tail", "fixed", "causal", "score_mod"],
 )
 def test_edges_of_key_tiles(dev, spec):
     """One key in all, whole tiles of prefix and one key more or less, drafts in one tile, in two, and alone in one."""
@@ -149,7 +149,7 @@ def test_edges_of_key_tiles(dev, spec):
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, slow(4), 9, slow(17)])
-@pytest.mark.parametrize("spec", [*BOTH.values(), *map(slow, (PAIRS, *FP8.values()))], ids=[*BOTH, "pairs", *FP8])
+@pytest.mark.parametrize("spec", [*BOTH.values(), *map(slow, (TAIL, *FP8.values()))], ids=[*BOTH, "tail", *FP8])
 def test_segments_of_any_length(dev, spec, tiles):
     """Shorter than the ring, as long, and going round it; by one block, and by three."""
     k, limit = tile_keys(dev, spec), smallest_limit(dev, spec)
@@ -160,7 +160,7 @@ def test_segments_of_any_length(dev, spec, tiles):
         assert_close(batch, result.out, result.lse)
 
 
-@pytest.mark.parametrize("spec", [*BOTH.values(), PAIRS, *FP8.values()], ids=[*BOTH, "pairs", *FP8])
+@pytest.mark.parametrize("spec", [*BOTH.values(), TAIL, *FP8.values()], ids=[*BOTH, "tail", *FP8])
 def test_many_short_segments_of_one_block(dev, spec):
     """The ring goes on from one segment to the next; a segment of one tile follows one of several."""
     spec = replace(spec, max_requests=12)
@@ -204,7 +204,7 @@ def check_hidden_drafts(dev, spec, where, value):
     assert run(dev, bad, **CAP).bits == want.bits
 
 
-@pytest.mark.parametrize("spec", [*BOTH.values(), NARROW, slow(PAIRS)], ids=[*BOTH, "narrow", "pairs"])
+@pytest.mark.parametrize("spec", [*BOTH.values(), NARROW, slow(TAIL)], ids=[*BOTH, "narrow", "tail"])
 @each_bad_value
 def test_bad_rows_that_some_nodes_see(dev, spec, value):
     check_bad_rows(dev, spec, value)
