@@ -76,7 +76,7 @@ class Latency:
     fixed_us: float
 
 
-LATENCY = Latency(tile_clocks=1175, fixed_us=14.2)
+LATENCY = Latency(tile_clocks=1100, fixed_us=14.3)
 
 
 @dataclass(frozen=True)
