@@ -63,8 +63,6 @@ FAULTS: dict[tuple[str, str], Fault] = {
     ("gqa64-64", "sm_120a"): Fault(40, 8),
     ("gqa256-8", "sm_80"): Fault(16, 8),
 }
-# The same of other masks and reductions: (name in tests/compiled/test_compile.py, target).
-VARIANT_FAULTS: dict[tuple[str, str], Fault] = {}
 
 
 def linker_of(versions: dict[str, str]) -> str:

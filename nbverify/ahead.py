@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from nbverify.spec import VerifySpec
 from nbverify.stages import Stage
 
 Progress = Callable[[str], None]
+MOST_WORKERS = 32  # a worker takes half a gigabyte
 
 
 def compile_ahead(
@@ -33,7 +35,7 @@ def compile_ahead(
     progress
         Called with a line of text after each kernel.
 
-    What does not compile is left to the plan that needs it, whose error is the one to see.
+    What does not compile here is left to the plan that needs it, whose error is the one to see.
     """
     gpu = launch.Device(device)
     target = compile.target_of(compile.override_cc() or gpu.cc)
@@ -54,20 +56,29 @@ def compile_ahead(
 
 
 def run_in_processes(jobs: Sequence[Callable[[], object]], progress: Progress | None = None) -> None:
-    """Run jobs that can be pickled, as many at a time as there are cores; what they return or raise is dropped.
+    """Run jobs that can be pickled, as many at a time as this process has cores; what they return or raise is dropped.
 
-    One job is left to who needs it: a process for it would only take longer.
+    A single one is run here: a process for it would only take longer.
     """
-    workers = min(len(jobs), os.cpu_count() or 1)
-    if workers < 2:
+    if len(jobs) == 1:
+        with contextlib.suppress(Exception):
+            jobs[0]()
         return
+    if not jobs:
+        return
+    workers = min(len(jobs), _num_cores(), MOST_WORKERS)
     context = multiprocessing.get_context("spawn")  # a forked child could not use CUDA, nor numba's threads
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        futures = [pool.submit(_run, job) for job in jobs]
-        for number, future in enumerate(futures, 1):
-            future.exception()
+        futures, made = [pool.submit(_run, job) for job in jobs], 0
+        for future in as_completed(futures):
+            made += future.exception() is None
             if progress is not None:
-                progress(f"compiled {number} of {len(futures)} kernels")
+                progress(f"compiled {made} of {len(futures)} kernels")
+
+
+def _num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _run(job: Callable[[], object]) -> None:

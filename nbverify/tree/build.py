@@ -387,7 +387,7 @@ class BuildPlan:
 
 
 def stage(depth: int, top_k: int, max_nodes: int) -> Stage:
-    """The kernel for these sizes; a thread for each entry of the table, so that one trip to memory fetches it."""
+    """The kernel for these sizes: a thread for each entry of the table, up to 1024, so that one trip fetches it."""
     entries = (depth + 1) * (top_k + 1)
     threads = min(max(LEAST_THREADS, -(-entries // WARP) * WARP), MOST_THREADS)
     return Stage(

@@ -115,8 +115,6 @@ class VerifyStep:
         device: int | str | Emulator | Runner | None = None,
     ):
         self.runner = runner = open_runner(device)
-        if not Mask(mask).reads_buffer:
-            raise ArgumentError("mask", "a mask with a buffer: the rows are trees", repr(Mask(mask).value))
         if (logits is None) != (vocab_size is None):
             raise ArgumentError("logits", "given if and only if vocab_size is", "only one of them")
         building, listing, masking, accepting, compacting = _plans(
@@ -273,6 +271,8 @@ def _plans(
     padded: bool, vocab_size: int | None, sampled: bool, logits_dtype: str, device: str | Runner,
 ) -> tuple[BuildPlan, IndicesPlan, MaskPlan, AcceptPlan, CompactPlan]:  # fmt: skip
     """The parts of a step."""
+    if not Mask(mask).reads_buffer:
+        raise ArgumentError("mask", "a mask with a buffer: the rows are trees", repr(Mask(mask).value))
     batch: dict[str, Any] = {"max_requests": max_requests, "device": device}
     sizes: dict[str, Any] = {**batch, "max_nodes": max_nodes}
     return (

@@ -18,7 +18,7 @@ from numba import cuda, float32, int32
 from support.kernels import compile_for, geometry_for, on_each_kernel, on_kernels, parametrize_specs
 
 import nbverify as nv
-from benchmarks.compiled import SOUND, VARIANT_FAULTS, resource_problems
+from benchmarks.compiled import SOUND, resource_problems
 from nbverify import compile, contract
 from nbverify.compile import OVERRIDE, Target, compile_body, target_of
 from nbverify.errors import ArgumentError, CompileError
@@ -54,7 +54,6 @@ IN_MAKE_TEST = {
 # The tiles of the tensor-core kernel have a test of their own, test_tiles.py: here are its other masks and reductions.
 MMA = ("gqa128", "fp16 packed score_mod", "two_launch debug")
 MMA_IN_MAKE_TEST = {("gqa128", "9.0"), ("fp16 packed score_mod", "8.0")}
-WALKS = ("nbverify_verify", "nbverify_verify_split")  # the kernels that have known faults
 NAMES = {
     False: ["nbverify_verify"],
     True: ["nbverify_check", "nbverify_verify_split", "nbverify_verify_merge"],
@@ -85,7 +84,7 @@ def machine_of(cubin):
     return f"sm_{number}" + ("a" if is_specific else "")
 
 
-def problems_of(kernel, target, report, fault=SOUND):
+def problems_of(kernel, target, report):
     """All that is wrong with a kernel, as text.  ``report``: its own, of ``kernel_reports``."""
     arrays = re.findall(r"\.local\s+\.align\s+\d+\s+\.b8\s+\w+\[(\d+)\]", kernel.ptx)
     checks = {
@@ -96,7 +95,7 @@ def problems_of(kernel, target, report, fault=SOUND):
         "float64": ".f64" not in kernel.ptx and not any("f64" in opcode for opcode in kernel.resources.instructions),
         f"arrays in local memory, of {arrays} bytes": not arrays,
     }
-    return [f"{kernel.name}: {text}" for text, holds in checks.items() if not holds] + resource_problems(report, fault)
+    return [f"{kernel.name}: {text}" for text, holds in checks.items() if not holds] + resource_problems(report, SOUND)
 
 
 @pytest.mark.timeout(300)  # seconds on an idle machine, a minute on a busy one
@@ -109,16 +108,8 @@ def test_kernels(name, spec, cc):
     assert [k.name for k in kernels] == NAMES[debug]
     assert [k.cooperative for k in kernels] == [spec.reduction == "grid_sync"] * len(kernels)
     reports = kernel_reports(spec, geometry_for(spec, cc), kernels, cc, debug=debug, cached=False, seconds=0.0)
-    problems = []
-    for kernel, report in zip(kernels, reports, strict=True):
-        may_fail = spec.kernel == "mma" and kernel.name in WALKS
-        fault = VARIANT_FAULTS.get((name, target.name), SOUND) if may_fail else SOUND
-        problems += problems_of(kernel, target, report, fault)
-    assert not problems, "\n".join(problems)
-
-
-def test_known_faults_are_of_kernels_that_are_compiled_here():
-    assert set(VARIANT_FAULTS) <= {(name, target_of(cc).name) for name, cc in itertools.product(MMA, TARGETS)}
+    problems = [problems_of(kernel, target, report) for kernel, report in zip(kernels, reports, strict=True)]
+    assert not any(problems), "\n".join(itertools.chain(*problems))
 
 
 def test_an_array_in_local_memory_is_reported():

@@ -171,6 +171,17 @@ def test_each_drafter_by_its_name(tiny, monkeypatch):
     assert (mixture.lookup.depth, mixture.heads.depth, mixture.depth) == (16, 3, 16)
 
 
+@pytest.mark.parametrize("budget", [8, 64])
+@pytest.mark.parametrize("name", [None, *generate.DRAFTERS])
+def test_what_is_compiled_ahead_is_for_the_decoders_step(monkeypatch, name, budget):
+    monkeypatch.setattr(fit, "load_heads", lambda: np.zeros((6, 288, 144), np.float32))
+    model = generate.NumpyModel(tiny_tensors(), CONFIG, max_requests=1, max_len=96)
+    drafter = generate.make_drafter(name, model) if name else None
+    decoder = generate.Decoder(model, drafter, budget if name else 0)
+    sizes = generate.step_sizes(name, budget) if name else generate.PLAIN_STEP
+    assert sizes == (decoder.budget + 1, decoder.depth, decoder.top_k)
+
+
 def test_wrong_flags_are_refused(tiny, capsys):
     for flags, said in (
         ([], "prompt: expected one or more, or --fit, got none"),

@@ -237,7 +237,7 @@ def test_a_graph_and_separate_launches_give_the_same(dev):
 
 
 def test_steps_of_several_sizes_share_a_runner(dev):
-    """As a server has them: a step for each budget, made in any order.  The larger one comes second."""
+    """As a server has them: a step for each budget.  The larger comes second: a GPU's runner keeps what it loaded."""
     runner = open_runner(dev.device)
     table = dev.upload(np.zeros((1, MAX_LEN), np.int32))
     for nodes, depth in ((1, 1), (33, 4)):
