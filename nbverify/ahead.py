@@ -28,7 +28,7 @@ def compile_ahead(
     Parameters
     ----------
     wanted
-        Specs of verify plans, and stages as plans of the tree step have them (``plan.stages``).  A ``score_mod`` must
+        Specs of verify plans, and stages, such as ``nbverify.tree.step.stages_of_step`` names.  A ``score_mod`` must
         be a function of a module, since other processes compile.
     device
         Ordinal of the GPU that they are for; None: the current one.

@@ -118,12 +118,15 @@ def while_known(args):
     args.out[cuda.threadIdx.x] = total
 
 
-def for_unknown(args):
-    ptx.unroll_loops()
-    total = float32(0)
-    for i in range(args.steps[0]):
-        total += ptx.ex2(args.out[i])
-    args.out[cuda.threadIdx.x] = total
+def make_for_unknown(hint):
+    def for_unknown(args):
+        hint()
+        total = float32(0)
+        for i in range(args.steps[0]):
+            total += ptx.ex2(args.out[i])
+        args.out[cuda.threadIdx.x] = total
+
+    return for_unknown
 
 
 def for_kept(args):
@@ -134,14 +137,7 @@ def for_kept(args):
     args.out[cuda.threadIdx.x] = total
 
 
-def for_unknown_kept(args):
-    ptx.keep_loops()
-    total = float32(0)
-    for i in range(args.steps[0]):
-        total += ptx.ex2(args.out[i])
-    args.out[cuda.threadIdx.x] = total
-
-
+for_unknown, for_unknown_kept = make_for_unknown(ptx.unroll_loops), make_for_unknown(ptx.keep_loops)
 HINTED = {for_known: 128, while_known: 200, for_unknown: 1, for_kept: 1, for_unknown_kept: 1}  # -> ex2 in the PTX
 
 
