@@ -2,9 +2,12 @@
 
     python -m benchmarks.tree [--json [FILE]] [--plot FILE.png] [--batch 16] [--budget 64] [--depth 16] [--top-k 8]
 
-Parts      graph replays with a cold L2 cache, beside what each must take on an H200.  "numpy" is the definition of the
-           same part on the host, on the same data: for trees the heap of DDTree (docs/tree.md).  It has the data on
-           the host already: copies to and fro, and the wait for them, come on top in a program that works like that.
+Parts      graph replays, beside what each must take on an H200.  "us" is with a warm L2 cache, as a part runs in a
+           step, where the part before has just written what it reads; "cold us" is with nothing in the cache, code
+           and arguments included.  Parts that read logits, and whole steps, are only measured cold.
+           "numpy" is the definition of the same part on the host, on the same data: for trees the heap of DDTree
+           (docs/tree.md).  It has the data on the host already: copies to and fro, and the wait for them, come on top
+           in a program that works like that.
 Budgets    tokens a second = tokens a step / (layers * verify + step + other), from measured times of verify (Kimi K2.6,
            8 heads, one request) and of the step.  Tokens a step are what the drafter's own probabilities promise: 1 for
            the bonus token, and for each drafted node the probability of its path.  ``--other-us`` is what else a step
@@ -159,10 +162,15 @@ def measure_parts(gpu: Gpu, load: Workload, read_gb_s: float, progress: Callable
     names = ("build", "indices", "masks"), ("accept", "compact")
     bound = dict(zip(names[0], step._before, strict=True)) | dict(zip(names[1], step._after, strict=True))
 
-    def add(name: str, launch: Callable[[Any], object], must_us: float | None, host: Callable[[], object] | None):
+    def add(
+        name: str, launch: Callable[[Any], object], must_us: float | None, host: Callable[[], object] | None = None,
+        *, warm: bool = True,
+    ):  # fmt: skip
         progress(name)
-        times = gpu.replay_times(gpu.capture(launch), REPEATS)
-        row = {"part": name, "us": times.summary(), "must_us": must_us}
+        graph = gpu.capture(launch)
+        cold = gpu.clock.replay_times(graph, repeats=REPEATS)
+        times = gpu.clock.replay_times(graph, repeats=REPEATS, warm=True) if warm else cold
+        row = {"part": name, "us": times.summary(), "cold_us": cold.summary(), "must_us": must_us}
         if host is not None:
             row["numpy_ms"] = round(milliseconds(host), 3)
         rows.append(row)
@@ -174,7 +182,7 @@ def measure_parts(gpu: Gpu, load: Workload, read_gb_s: float, progress: Callable
         lambda: build.build_trees(load.tokens, load.logprobs, load.roots, load.budgets, sizes.nodes),
     )  # fmt: skip
     add("masks", bound["masks"].launch, 8, lambda: masks.tree_buffers(trees.parents, trees.num_nodes, prefix_lens))
-    add("indices", bound["indices"].launch, None, None)
+    add("indices", bound["indices"].launch, None)
     add(
         "accept, argmaxes", bound["accept"].launch, 6,
         lambda: accept.accept_greedy(
@@ -185,7 +193,7 @@ def measure_parts(gpu: Gpu, load: Workload, read_gb_s: float, progress: Callable
     load.reset()
     step.launch(lambda stream: None)  # accept_nodes as after acceptance
     accepted = step.accept_lens.get()
-    add(f"compact, {LAYERS} layers", bound["compact"].launch, 60, None)
+    add(f"compact, {LAYERS} layers", bound["compact"].launch, 60)
     rows[-1]["accepted"] = [int(accepted.min()), int(accepted.max())]
     load.reset()
 
@@ -203,7 +211,7 @@ def measure_parts(gpu: Gpu, load: Workload, read_gb_s: float, progress: Callable
     )
     gigabytes = int(load.trees.num_nodes.sum()) * VOCAB * 4 / 1e9
     must = 1e6 * gigabytes / (0.75 * read_gb_s)
-    times = add("accept, logits", plan.bind(**nodes, **out, logits=logits).launch, must, None)
+    times = add("accept, logits", plan.bind(**nodes, **out, logits=logits).launch, must, warm=False)
     rows[-1]["of_read"] = round(1e6 * gigabytes / times.median / read_gb_s, 3)
     drawing = accept.AcceptPlan(
         max_requests=sizes.batch, max_nodes=sizes.nodes, max_depth=sizes.depth, vocab_size=VOCAB, sampled=True,
@@ -217,7 +225,7 @@ def measure_parts(gpu: Gpu, load: Workload, read_gb_s: float, progress: Callable
     }
     sampling = {name: xp.full(sizes.batch, value, dtype) for name, (value, dtype) in filled.items()}
     call = drawing.bind(**nodes, **out, logits=logits, prefix_lens=step.prefix_lens, **sampling)
-    add("accept, sampled", call.launch, None, None)
+    add("accept, sampled", call.launch, None, warm=False)
     del logits
     return rows
 
@@ -231,6 +239,7 @@ def measure_step(gpu: Gpu, load: Workload, must_us: float | None) -> dict[str, A
     return {
         "part": f"step of {load.sizes.batch}, no attention",
         "us": times.summary(),
+        "cold_us": times.summary(),
         "must_us": must_us,
         "nodes": nodes,
     }
@@ -268,14 +277,15 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 def part_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The table of parts."""
-    lines = [f"{'part':30} {'us':>8} {'p10-p90':>15} {'must':>7}   {'numpy ms':>9}", "-" * 76]
+    lines = [f"{'part':30} {'us':>8} {'p10-p90':>15} {'must':>7} {'cold us':>10} {'numpy ms':>9}", "-" * 86]
     for row in rows:
         us, must = row["us"], row.get("must_us")
         verdict = "" if must is None else f"{must:7.0f} {'ok' if us['p50'] <= must else 'MISS'}"
         numpy_ms = f"{row['numpy_ms']:9.2f}" if "numpy_ms" in row else ""
-        span = f"{us['p10']:.1f}-{us['p90']:.1f}"
+        span, cold = f"{us['p10']:.1f}-{us['p90']:.1f}", row["cold_us"]["p50"]
         more = f"  {100 * row['of_read']:.0f} % of the read bandwidth" if "of_read" in row else ""
-        lines.append(f"{row['part']:30} {us['p50']:8.1f} {span:>15} {verdict:12}{numpy_ms:>9}{more}".rstrip())
+        line = f"{row['part']:30} {us['p50']:8.1f} {span:>15} {verdict:12} {cold:5.1f} {numpy_ms:>9}{more}"
+        lines.append(line.rstrip())
     return lines
 
 
