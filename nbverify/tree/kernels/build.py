@@ -12,7 +12,8 @@ Arguments  (B = requests, D = positions, K = candidates a position, N = nodes of
     scores       [B, N]     float32         write   0 for the root, -inf for padding
     flags        [B]        int32           write   of BuildFlag; a flagged request gets its root alone
 
-Launch      grid = B blocks of 128 threads; static shared memory: 4 (D + 1) (K + 1) + 16 N bytes, 25 KB at most.
+Launch      grid = B blocks; threads: one for each entry of the table, whole warps, 128 to 1024;
+            static shared memory: 4 (D + 1) (K + 1) + 16 N bytes, 25 KB at most.
 Work        all threads load and check the log-probabilities; warp 0 takes the nodes; all threads write them out.
 Frontier    The candidates are the next untaken child of every taken node, at most one each: so the candidate of node p
             lies in slot p, and taking it leaves its next sibling there; the new node brings a slot with its first
