@@ -128,9 +128,8 @@ class VerifyPlan:
         #: Blocks of every launch of this plan.
         self.grid = backend.max_blocks if max_blocks is None else max_blocks
         #: Bytes of the partial states that the plan allocates (debug=True adds some 200 bytes).
-        self.workspace_bytes = geo.workspace_bytes(spec, self.geometry, self.grid)
+        self.workspace_bytes = geo.workspace_bytes(spec, self.geometry, self.grid, backend.num_sms)
         backend.allocate(self.grid)
-        self._max_splits = geo.max_splits(spec, self.geometry)
         self._scheduled: tuple | None = None  # the lengths of the last schedule of a step
         self._rules = {name: arrays.Rule(contract.BUFFER[name], spec) for name in contract.CALLER_BUFFERS}
         self._needed = {name: contract.is_needed(contract.BUFFER[name], spec) for name in contract.CALLER_BUFFERS}
@@ -210,7 +209,7 @@ class VerifyPlan:
             "num_slots": dims["num_slots"],
             "max_nodes": spec.max_nodes,
             "max_kv_len": spec.max_kv_len,
-            "max_splits": self._max_splits,
+            "num_sms": self._backend.num_sms,
             **_factors(spec, k_scale, v_scale),
         }
         values = {name: a for name, a in given.items() if a is not None}
@@ -230,6 +229,9 @@ class VerifyPlan:
 
     def report(self) -> PlanReport:
         """Registers, shared memory, spills, grid and splits of this plan."""
+        splits = self.grid
+        if self.spec.split == "fixed":
+            splits = geo.max_splits(self.spec, self.geometry, self._backend.num_sms)
         return PlanReport(
             device=self._backend.name,
             target=self._backend.target,
@@ -238,7 +240,7 @@ class VerifyPlan:
             grid=self.grid,
             blocks_per_sm=self._backend.blocks_per_sm,
             shared_bytes=self.geometry.shared_bytes(self.spec.max_requests),
-            max_splits=geo.max_splits(self.spec, self.geometry) if self.spec.split == "fixed" else self.grid,
+            max_splits=splits,
             workspace_bytes=self.workspace_bytes,
         )
 

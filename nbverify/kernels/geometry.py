@@ -35,9 +35,6 @@ CHECK_THREADS = 256  # the input checks of debug=True: one block
 
 # split="fixed": a chunk shorter than 8 tiles costs more in partials (written and read once, float32) than its keys.
 MIN_CHUNK_TILES = 8
-# split="fixed": one request alone should give about this many chunks, enough for every SM of the largest GPU twice.
-TARGET_CHUNKS_PER_REQUEST = 512
-MAX_SPLITS = 64
 
 
 class Geometry(Protocol):
@@ -235,37 +232,40 @@ def units_per_request(spec: VerifySpec, geometry: Geometry) -> int:
     return spec.num_kv_heads * -(-spec.max_nodes * spec.group // geometry.rows_per_tile)
 
 
-def max_splits(spec: VerifySpec, geometry: Geometry) -> int:
-    """``split="fixed"``: most chunks of one row unit.  From the spec alone, so that bits do not depend on the batch."""
-    wanted = -(-TARGET_CHUNKS_PER_REQUEST // units_per_request(spec, geometry))
-    tiles = -(-spec.max_kv_len // geometry.keys_per_tile)
-    return max(1, min(wanted, MAX_SPLITS, -(-tiles // MIN_CHUNK_TILES)))
+def max_splits(spec: VerifySpec, geometry: Geometry, num_sms: int) -> int:
+    """``split="fixed"``: most chunks of one row unit, those of a request with one row tile."""
+    return max(1, min(num_sms // spec.num_kv_heads, _most_chunks(spec, geometry)))
 
 
-def num_partials(spec: VerifySpec, geometry: Geometry, grid: int) -> int:
+def _most_chunks(spec: VerifySpec, geometry: Geometry) -> int:
+    """Chunks of MIN_CHUNK_TILES in ``max_kv_len`` keys."""
+    return -(-spec.max_kv_len // (geometry.keys_per_tile * MIN_CHUNK_TILES))
+
+
+def num_partials(spec: VerifySpec, geometry: Geometry, grid: int, num_sms: int) -> int:
     """Partial states that one launch can leave.
 
     balanced: a block adds one segment, and so does a row unit's start; the state's number is block + unit.
-    fixed: every row unit has at most ``max_splits`` chunks.
+    fixed: a request has a chunk for each SM at most, or one for each of its row units if those are more.
     """
-    units = spec.max_requests * units_per_request(spec, geometry)
+    units = units_per_request(spec, geometry)
     if spec.split == "fixed":
-        return units * max_splits(spec, geometry)
-    return grid + units
+        return spec.max_requests * min(max(num_sms, units), units * _most_chunks(spec, geometry))
+    return grid + spec.max_requests * units
 
 
-def workspace(spec: VerifySpec, geometry: Geometry, grid: int) -> dict[str, int]:
+def workspace(spec: VerifySpec, geometry: Geometry, grid: int, num_sms: int) -> dict[str, int]:
     """Elements of the buffers that every plan has of its own (contract.py says of which type)."""
-    rows = num_partials(spec, geometry, grid) * geometry.rows_per_tile
+    rows = num_partials(spec, geometry, grid, num_sms) * geometry.rows_per_tile
     elements = {"partial_o": rows * spec.head_dim_v, "partial_ml": rows * 2, "arrivals": 1}
     if spec.schedule == "step":
         elements |= {"step_table": 2 * (spec.max_requests + 1), "step_segments": grid * SEGMENT_FIELDS}
     return elements
 
 
-def workspace_bytes(spec: VerifySpec, geometry: Geometry, grid: int) -> int:
+def workspace_bytes(spec: VerifySpec, geometry: Geometry, grid: int, num_sms: int) -> int:
     """Device bytes of the partial states: o and (m, l), float32."""
-    return 4 * num_partials(spec, geometry, grid) * geometry.rows_per_tile * (spec.head_dim_v + 2)
+    return 4 * num_partials(spec, geometry, grid, num_sms) * geometry.rows_per_tile * (spec.head_dim_v + 2)
 
 
 def _round_up(value: int, step: int) -> int:

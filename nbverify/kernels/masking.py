@@ -100,18 +100,19 @@ def make_mask(spec):
 
 
 def make_prefetch_mask(spec, num_rows):
-    """``prefetch_mask(args, request, head_row, lane)``: the first line of the masks of ``num_rows`` rows to L2.
+    """``prefetch_mask(args, mask_start, request, head_row, lane)``: the first line of ``num_rows`` rows' masks to L2.
 
-    A warp together.  They are read for the last tiles of a request alone, where the other blocks wait already; where
+    ``mask_start`` is ``find_mask``'s, which the caller asks for before other work: it comes from memory.  A warp
+    together.  They are read for the last tiles of a request alone, where the other blocks wait already; where
     every tile reads them, the first does it soon enough.
     """
     reads_buffer = spec.mask.reads_buffer and spec.prefix_visible
-    find_mask, open_row, _ = make_mask(spec)
+    _, open_row, _ = make_mask(spec)
 
     @cuda.jit(device=True, forceinline=True)
-    def prefetch_mask(args, request, head_row, lane):
+    def prefetch_mask(args, mask_start, request, head_row, lane):
         if reads_buffer:
-            mask_start, row = find_mask(args, request), int32(lane)
+            row = int32(lane)
             while row < num_rows:
                 mask_row = open_row(args, mask_start, request, int32(head_row + row))
                 if mask_row.node >= 0 and mask_row.num_entries > 0:

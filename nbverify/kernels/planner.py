@@ -66,7 +66,7 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         Eight warps at least: memory latency wants them.  Those that the rows leave over take keys of their own.  From
         five fragments on a block has one warp for each, and the slowest SM quarter sets the pace: nine warps would have
         three in one quarter and two in the others.  So the one or two fragments past a multiple of four are shared by
-        four warps, one in each quarter, which take tiles in turn (1 x 33 x 32/8 x 128 at 32k: 95 instead of 104 us).
+        four warps, one in each quarter, which take tiles in turn (1 x 33 x 32/8 x 128 at 32k: 94 instead of 105 us).
     Stages
         All that fit.  Two tiles are in use at a time, the others are on their way.  An fp8 tile is on its way in its
         own, smaller slots, and the ring has just what is in use and the tile that is being widened.

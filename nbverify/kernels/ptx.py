@@ -838,8 +838,8 @@ def unroll_loops(typingctx):
 def keep_loops(typingctx):
     """Have no loop that follows in this function unrolled; where to call it, and how it works: ``unroll_loops``.
 
-    For a kernel that takes microseconds and finds its code in no cache: what counts there is how many instructions
-    come from memory, not how many are executed.
+    For what is run once in a launch of microseconds: its instructions come from memory, and fewer come sooner.  What
+    that brings is to be measured: the tree builder took 22.1 us with it instead of 25.0, others are as fast without.
     """
     return _tag_loops(KEPT)
 

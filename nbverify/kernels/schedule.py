@@ -14,7 +14,8 @@
     direct     a segment that has all items of its unit writes the result; any other writes a partial state.
 
 Bits: a partial state depends on where its unit was cut.  With balanced the cuts depend on the whole batch and the
-grid; with fixed they depend on the request's own c and n (and the spec), so its bits do too, and on nothing else.
+grid; with fixed they depend on the request's own c and n (and the spec, and the GPU's number of SMs), so its bits do
+too, and on nothing else.
 
 Numbers of partial states, which are their places in the workspace
     balanced   block + unit.  Along the line every further segment has a larger block or a larger unit, so no two
@@ -85,9 +86,14 @@ def block_of(num_items, num_blocks, position):
 
 
 @cuda.jit(device=True)
-def chunk_tiles_of(num_tiles, max_splits):
-    """Key tiles of one chunk (fixed): at most ``max_splits`` chunks, none but the last under MIN_CHUNK_TILES."""
-    return max(int32(MIN_CHUNK_TILES), quotient(num_tiles + max_splits - 1, max_splits))
+def chunk_tiles_of(num_tiles, num_units, num_sms):
+    """Key tiles of one chunk of a request of so many row units (fixed).
+
+    A unit has at most ``num_sms // num_units`` chunks, or one: a request alone then keeps all SMs busy, once.  None but
+    the last is shorter than MIN_CHUNK_TILES.
+    """
+    most = max(int32(1), quotient(num_sms, max(int32(1), num_units)))
+    return max(int32(MIN_CHUNK_TILES), quotient(num_tiles + most - 1, most))
 
 
 @cuda.jit(device=True)
@@ -133,11 +139,11 @@ def make_schedule(spec, geometry):
         return int32(max(uint32(1), uint32(request.num_keys + keys_per_tile - 1) // uint32(keys_per_tile)))
 
     @cuda.jit(device=True)
-    def items_per_unit(request, max_splits):
+    def items_per_unit(args, request):
         """The same for all units of a request: ``unit_states`` relies on it."""
         tiles = num_tiles(request)
         if is_fixed:
-            chunk = chunk_tiles_of(tiles, max_splits)
+            chunk = chunk_tiles_of(tiles, num_units(request), args.num_sms)
             return quotient(tiles + chunk - 1, chunk)
         return tiles
 
@@ -146,7 +152,7 @@ def make_schedule(spec, geometry):
         """Items and row units of request ``b``."""
         request = load_request(args, b)
         units = num_units(request)
-        return int32(units * items_per_unit(request, args.max_splits)), units
+        return int32(units * items_per_unit(args, request)), units
 
     @cuda.jit(device=True)
     def prepare(args, table):
@@ -220,12 +226,12 @@ def make_schedule(spec, geometry):
         b = upper_request(table, units, start_items, num_requests, position)
         request = load_request(args, b)
         tiles = num_tiles(request)
-        per_unit = int32(items_per_unit(request, args.max_splits) + start_items)
+        per_unit = int32(items_per_unit(args, request) + start_items)
         inside = int32(position - table[uint32(b)] - start_items * units[uint32(b)])
         unit = quotient(inside, per_unit)
         item = int32(inside - unit * per_unit)
         if is_fixed:
-            chunk = chunk_tiles_of(tiles, args.max_splits)
+            chunk = chunk_tiles_of(tiles, num_units(request), args.num_sms)
             first_tile = int32(item * chunk)
             end_tile = min(tiles, int32(first_tile + chunk))
             state = position

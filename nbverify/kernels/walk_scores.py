@@ -1,9 +1,9 @@
 """What a score warp does with a segment.  Who waits for whom is at the head of walk_roles.py."""
 
-from numba import cuda, float32, int32, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from nbverify.kernels import ptx
-from nbverify.kernels.masking import checks_every_tile, make_prefetch_mask
+from nbverify.kernels.masking import checks_every_tile, make_mask, make_prefetch_mask
 from nbverify.kernels.named_barriers import DONE, QFREE, READY
 from nbverify.kernels.outputs import make_finish_rows
 from nbverify.kernels.queries import make_load_queries
@@ -36,6 +36,7 @@ def make_walk_scores(spec, geometry, ring):
     weighing = make_weigh(spec, geometry)
     scale, weigh_alone = weighing[0], make_weigh_alone(geometry, weighing)
     publish_weights, prefetch_mask = make_publish_weights(geometry), make_prefetch_mask(spec, FRAG_ROWS)
+    find_mask, _, _ = make_mask(spec)
     finish_rows = make_finish_rows(spec, geometry)
     multiply_and_weigh = make_multiply_and_weigh(geometry, multiply_keys, weighing)
 
@@ -48,9 +49,13 @@ def make_walk_scores(spec, geometry, ring):
         if not always_checked:
             first_checked = int32(uint32(segment.request.prefix_len) // uint32(keys_per_tile))
         queries = cuda.local.array(num_queries, uint32)
+        has_drafts, mask_start = int32(segment.end_tile) * keys_per_tile > segment.request.prefix_len, int64(0)
+        if has_drafts:
+            mask_start = find_mask(args, segment.request)  # used after what follows: nobody waits for it
         request_queries(me, args, shared, record, turn, first_row)
-        if int32(segment.end_tile) * keys_per_tile > segment.request.prefix_len:
-            prefetch_mask(args, segment.request, int32(int32(segment.first_row) + first_row), me.lane)
+        if has_drafts:
+            head_row = int32(int32(segment.first_row) + first_row)
+            prefetch_mask(args, mask_start, segment.request, head_row, me.lane)
         load_queries(me, args, shared, record, turn, first_row, queries)
         ptx.barrier_arrive(uint32(QFREE), uint32(threads))
 

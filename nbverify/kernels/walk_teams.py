@@ -12,11 +12,11 @@ others.
 All branches around barriers, shuffles and mma are the same for the whole warp.
 """
 
-from numba import cuda, float32, int32, uint32
+from numba import cuda, float32, int32, int64, uint32
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import SEGMENT_FIELDS, WARP
-from nbverify.kernels.masking import checks_every_tile, make_prefetch_mask
+from nbverify.kernels.masking import checks_every_tile, make_mask, make_prefetch_mask
 from nbverify.kernels.outputs import make_finish_rows, make_join_teams, make_write_outputs
 from nbverify.kernels.queries import make_load_queries
 from nbverify.kernels.segments import NEXT_POSITION, RECORD_BYTES, load_segment, make_open_segment
@@ -62,6 +62,7 @@ def _make_walk_segment(spec, geometry, ring):
     tile_address, next_turn, turn_before = ring.tile_address, ring.next_turn, ring.turn_before
     request_queries, load_queries = make_load_queries(spec, geometry)
     walk_tile, prefetch_mask = make_walk_tile(spec, geometry), make_prefetch_mask(spec, FRAG_ROWS)
+    find_mask, _, _ = make_mask(spec)
     finish_rows = make_finish_rows(spec, geometry)
     leave, join = make_join_teams(spec, geometry)
     find_first_row, _ = make_find_team(geometry)
@@ -75,6 +76,9 @@ def _make_walk_segment(spec, geometry, ring):
         Where masks are read, they come to L2 meanwhile.
         """
         segment = load_segment(record)
+        wants_masks, mask_start = reads_masks(segment, first_row), int64(0)
+        if wants_masks:
+            mask_start = find_mask(args, segment.request)  # used after what follows: nobody waits for it
         request_queries(me, args, shared, record, turn, first_row)
         fetches = me.warp >= uint32(first_fetching_warp)
         if fetches:
@@ -84,8 +88,9 @@ def _make_walk_segment(spec, geometry, ring):
         left = int32(before_queries)
         while left >= 0 or tile < end:
             if left == 0:
-                if reads_masks(segment, first_row):
-                    prefetch_mask(args, segment.request, int32(int32(segment.first_row) + first_row), me.lane)
+                if wants_masks:
+                    head_row = int32(int32(segment.first_row) + first_row)
+                    prefetch_mask(args, mask_start, segment.request, head_row, me.lane)
                 load_queries(me, args, shared, record, start_of_ring(turn), first_row, queries)
                 cuda.syncthreads()  # all queries have left the ring
             if tile < end and fetches:

@@ -12,9 +12,11 @@ Layout    A row's columns lie in blocks of 16, in the order 0 1 8 9, 2 3 10 11, 
 Work      A chunk is (row unit, row, 128 columns): 512 bytes of each of the row's states, a load of a warp.  Its states
           are cut into runs, and a run's loads are all on the way before the first is needed.  With few chunks several
           warps, a group, take the runs of one side by side; with many, a warp takes a chunk alone, run after run.  The
-          runs' sums pass through shared memory, where one warp of the group adds them up.  Units that were written
-          directly in phase 1 are skipped.  One warp looks the block's first chunks up while another one opens the
-          first segment of phase 1: after the walk that would take time of all.
+          runs' sums pass through shared memory, where one warp of the group adds them up.  Chunks go round the blocks,
+          those of a row that a block can take at once together: so a unit with many states, which take long, is not
+          the work of a few blocks.  Units that were written directly in phase 1 are skipped.  One warp looks the
+          block's first chunks up while another one opens the first segment of phase 1: after the walk that would take
+          time of all.
 Traffic   Each partial output is read once, from L2; (m, l) once for each 128 columns.
 Numerics  float32.  A run adds its states in order, and the runs are added in order; where a run ends depends on S
           alone.  So reruns, both reductions, and a group or a warp at work, give the same bits.
@@ -89,6 +91,7 @@ def make_merge(spec, geometry, schedule):
     head_dim_v, group = spec.head_dim_v, spec.group
     parts = (head_dim_v + MERGE_COLUMNS - 1) // MERGE_COLUMNS
     chunks_per_unit = rows_per_tile * parts
+    most_shift = (parts & -parts).bit_length() - 1  # 2^shift chunks of a row, side by side: a divisor of parts
     output_bytes, state_bytes = 4 * rows_per_tile * head_dim_v, 8 * rows_per_tile
     unit_states = schedule.unit_states
     narrow = make_narrow(spec.dtype)
@@ -164,6 +167,18 @@ def make_merge(spec, geometry, schedule):
             share = int32(share >> 1)
         return share
 
+    @cuda.jit(device=True, forceinline=True)
+    def number_of(groups, group_number, turn):
+        """The chunk that a group of this block takes in its turn ``turn``, or a number past the last one.
+
+        Of a block's numbers in a turn the first group's is the smallest.
+        """
+        shift, block, blocks = int32(0), int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
+        while shift < most_shift and groups >> shift & 1 == 0:
+            shift = int32(shift + 1)
+        slot = int32(turn * (groups >> shift) + (group_number >> shift))
+        return int32(((slot * blocks + block) << shift) + (group_number & ((1 << shift) - 1)))
+
     @cuda.jit(device=True)
     def find_chunk(args, table, number, record):
         """Chunk ``number`` of the batch, which has it."""
@@ -187,7 +202,7 @@ def make_merge(spec, geometry, schedule):
         num_chunks, lane = num_chunks_of(args, table), int32(cuda.threadIdx.x % WARP)
         share = share_of(num_chunks)
         groups, group_number = quotient(int32(warps), share), quotient(lane, share)
-        number = int32(int32(cuda.blockIdx.x) * groups + group_number)
+        number = number_of(groups, group_number, int32(0))
         if lane < warps:
             record = chunks[uint32(lane * MERGE_CHUNK_FIELDS) :]
             record[0] = 0
@@ -197,7 +212,7 @@ def make_merge(spec, geometry, schedule):
     @cuda.jit(device=True)
     def run(args, table, chunks):
         ptx.unroll_loops()
-        warp, lane, blocks = int32(cuda.threadIdx.x // WARP), int32(cuda.threadIdx.x % WARP), int32(cuda.gridDim.x)
+        warp, lane = int32(cuda.threadIdx.x // WARP), int32(cuda.threadIdx.x % WARP)
         num_chunks = num_chunks_of(args, table)
         share = share_of(num_chunks)
         groups, group_number = quotient(int32(warps), share), quotient(warp, share)
@@ -207,8 +222,8 @@ def make_merge(spec, geometry, schedule):
         sums, others = cuda.local.array(COLUMNS_PER_LANE, float32), cuda.local.array(COLUMNS_PER_LANE, float32)
 
         record = chunks[uint32(warp * MERGE_CHUNK_FIELDS) :]
-        first = int32(int32(cuda.blockIdx.x) * groups)
-        while first < num_chunks:
+        turn, is_left = int32(0), number_of(groups, int32(0), int32(0)) < num_chunks
+        while is_left:
             chunk = Chunk(
                 int32(record[0]), int32(record[1]), int32(record[2]), int32(record[3]), int32(record[4]),
                 record[5], record[6],
@@ -225,9 +240,10 @@ def make_merge(spec, geometry, schedule):
             if member == 0 and chunk.num_runs > 0:
                 maximum, total = add_runs(scratch, chunk.num_runs, lane, sums)
                 write_chunk(args, chunk, lane, maximum, total, sums)
-            first = int32(first + blocks * groups)
-            if first < num_chunks:
-                number = int32(first + group_number)
+            turn = int32(turn + 1)
+            is_left = number_of(groups, int32(0), turn) < num_chunks
+            if is_left:
+                number = number_of(groups, group_number, turn)
                 if lane == 0:
                     record[0] = 0
                     if group_number < groups and number < num_chunks:
@@ -250,19 +266,32 @@ def sync_group(share):
 @cuda.jit(device=True, forceinline=True)
 def add_runs(scratch, num_runs, lane, sums):
     """``sums`` = a lane's columns of all runs, in order; gives (m, l).  One warp; lane r has the state of run r."""
-    ptx.unroll_loops()
+    ptx.keep_loops()  # run once: fetching an unrolled one's code would take longer than what it does
     mine = uint32(scratch + uint32(lane) * uint32(MERGE_RUN_BYTES) + uint32(4 * MERGE_COLUMNS))
     m, t = NEG_INF, ZERO
     if lane < num_runs:
         m, t = ptx.load_shared_f32(mine), ptx.load_shared_f32(mine + uint32(4))
     maximum = warp_max(m)
     w = weight(m, maximum)
+    place = uint32(scratch + uint32(16 * lane))
+    clear(sums)
+    for run in range(num_runs):
+        add_weighted(sums, cuda.shfl_sync(uint32(FULL_WARP), w, run), ptx.load_shared_v4_f32(place))
+        place = uint32(place + uint32(MERGE_RUN_BYTES))
+    return maximum, warp_sum(libdevice.fmul_rn(w, t))
+
+
+@cuda.jit(device=True, forceinline=True)
+def clear(sums):
+    """A lane's columns of nothing."""
+    ptx.unroll_loops()
     for i in range(COLUMNS_PER_LANE):
         sums[i] = ZERO
-    for run in range(MERGE_RUNS):
-        factor = cuda.shfl_sync(uint32(FULL_WARP), w, run)
-        if run < num_runs:
-            x = ptx.load_shared_v4_f32(scratch + uint32(run * MERGE_RUN_BYTES) + uint32(16 * lane))
-            for i in range(COLUMNS_PER_LANE):
-                sums[i] = cuda.fma(factor, x[i], sums[i])
-    return maximum, warp_sum(libdevice.fmul_rn(w, t))
+
+
+@cuda.jit(device=True, forceinline=True)
+def add_weighted(sums, factor, x):
+    """``sums`` += factor * x, a lane's columns."""
+    ptx.unroll_loops()
+    for i in range(COLUMNS_PER_LANE):
+        sums[i] = cuda.fma(factor, x[i], sums[i])

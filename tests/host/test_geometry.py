@@ -150,7 +150,7 @@ def test_b02_workspace_is_a_formula_of_the_spec():
     state = 4 * 16 * (512 + 2)
     units = 4 * (8 * 12 // 16)
     fixed = nv.VerifySpec.mla(12, split="fixed", **sizes)
-    splits = geometry.max_splits(fixed, geometry.simt_geometry(fixed))
+    splits = geometry.max_splits(fixed, geometry.simt_geometry(fixed), 132)
     assert splits == -(-63 // 8), "63 tiles in chunks of at least 8"
     for blocks in (1, 4):
         emulator = nv.Emulator(blocks)
@@ -197,11 +197,11 @@ def test_b02_sizes_serve_every_batch_of_the_spec(case):
     tile = geometry_for(spec)
     units = spec.num_kv_heads * -(-counts * spec.group // tile.rows_per_tile)
     tiles = np.maximum(1, -(-(lens + counts) // tile.keys_per_tile))
-    room = geometry.num_partials(spec, tile, blocks)
+    room = geometry.num_partials(spec, tile, blocks, 132)
     if spec.split == "balanced":
         assert units.sum() + blocks <= room
     else:
-        chunk = np.maximum(8, -(-tiles // geometry.max_splits(spec, tile)))
+        chunk = np.maximum(8, -(-tiles // np.maximum(1, 132 // np.maximum(1, units))))
         assert (units * -(-tiles // chunk)).sum() <= room
 
 
@@ -215,9 +215,10 @@ def test_chunks_of_a_fixed_split_are_a_bounded_number(spec):
     for max_kv_len in (64, 256, 257, 4096, 262_144, 2**20, 2**31 - 128):
         spec = replace(spec, max_kv_len=max_kv_len)
         tile = geometry_for(spec)
-        splits = geometry.max_splits(spec, tile)
-        assert 1 <= splits <= geometry.MAX_SPLITS
-        for num_keys in {1, 32, 256, 257, max_kv_len // 3 + 1, max_kv_len - 1, max_kv_len}:
+        splits = geometry.max_splits(spec, tile, 132)
+        assert 1 <= splits <= 132
+        lengths = {1, 32, 256, 257, max_kv_len // 3 + 1, max_kv_len - 1, max_kv_len}
+        for num_keys in (length for length in lengths if length <= max_kv_len):
             tiles = -(-num_keys // tile.keys_per_tile)
-            chunk = max(geometry.MIN_CHUNK_TILES, -(-tiles // splits))
+            chunk = max(geometry.MIN_CHUNK_TILES, -(-tiles // 132))  # of a request with one row unit
             assert -(-tiles // chunk) <= splits

@@ -22,6 +22,7 @@ from nbverify.spec import KERNELS
 
 WARP = 32
 MIN_CHUNK_TILES = geo.MIN_CHUNK_TILES
+SMS = 132
 INT32_MAX = 2**31 - 1
 
 
@@ -78,22 +79,23 @@ def test_the_longest_lines_are_exact():
     assert table_of(schedule.block_of, [row[:3] for row in places]) == [row[3] for row in places]
 
 
-def chunk_by_hand(tiles, max_splits):
-    return max(MIN_CHUNK_TILES, ceil_div(tiles, max_splits))
+def chunk_by_hand(tiles, units, sms=SMS):
+    """Tiles of a chunk: one for each SM, or for each unit, of at least MIN_CHUNK_TILES."""
+    return max(MIN_CHUNK_TILES, ceil_div(tiles, max(1, sms // max(1, units))))
 
 
-def test_chunks_are_at_most_max_splits_and_at_least_the_minimum():
-    cases = [(tiles, splits) for tiles in range(1, 1200, 7) for splits in (1, 2, 3, 7, 22, 63, 64)]
-    cases += [(tiles, splits) for tiles in range(1, 70) for splits in (1, 2, 8, 9)]
-    cases += [(INT32_MAX - less, splits) for less in (0, 1, 63, 64) for splits in (1, 3, 63, 64)]
+def test_chunks_are_one_for_each_sm_and_not_too_short():
+    cases = [(tiles, units, SMS) for tiles in range(1, 1200, 7) for units in (1, 2, 5, 8, 66, 67, 132, 133)]
+    cases += [(tiles, units, sms) for tiles in range(1, 70) for units in (1, 3) for sms in (1, 2, 16, 188)]
+    cases += [(INT32_MAX - less, units, SMS) for less in (0, 1, 63, 64) for units in (1, 2, 45, INT32_MAX)]
     chunks = table_of(schedule.chunk_tiles_of, cases)
     assert chunks == [chunk_by_hand(*case) for case in cases]
-    for (tiles, max_splits), chunk in zip(cases, chunks, strict=True):
+    for (tiles, units, sms), chunk in zip(cases, chunks, strict=True):
         count = ceil_div(tiles, chunk)
-        assert 1 <= count <= max_splits
+        assert 1 <= count * units <= max(sms, units)
         assert tiles - (count - 1) * chunk >= 1
-        if chunk > MIN_CHUNK_TILES:  # no longer than max_splits asks for
-            assert ceil_div(tiles, chunk - 1) > max_splits
+        if chunk > MIN_CHUNK_TILES:  # no longer than it must be
+            assert ceil_div(tiles, chunk - 1) > max(1, sms // units)
 
 
 def test_upper_request_is_searchsorted():
@@ -162,7 +164,7 @@ def args_of(spec, prefix_sums, token_sums, *, num_indices, num_tokens, dtypes=("
         "num_requests": sums[0].size - 1,
         "max_nodes": spec.max_nodes,
         "max_kv_len": spec.max_kv_len,
-        "max_splits": geo.max_splits(spec, geometry_for(spec)),
+        "num_sms": SMS,
     }
     return Args(**{**fields, **outputs})
 
@@ -347,8 +349,7 @@ def check(spec, lengths, grid):
     found = run_schedule(spec, lengths, grid)
     units = [expected_units(spec, n) for _, n in lengths]
     tiles = [expected_tiles(spec, c, n) for c, n in lengths]
-    max_splits = geo.max_splits(spec, geometry)
-    chunks = [max(MIN_CHUNK_TILES, ceil_div(t, max_splits)) for t in tiles]
+    chunks = [chunk_by_hand(t, len(u)) for t, u in zip(tiles, units, strict=True)]
     per_unit = [ceil_div(t, k) for t, k in zip(tiles, chunks, strict=True)] if spec.split == "fixed" else tiles
     items = [len(u) * i for u, i in zip(units, per_unit, strict=True)]
     assert found.units == [0, *np.cumsum([len(u) for u in units]).tolist()][: len(lengths) + 1]
@@ -382,7 +383,7 @@ def check(spec, lengths, grid):
         if not s.direct:
             assert s.state not in written, "two segments share a state"
             written.add(s.state)
-            assert 0 <= s.state < geo.num_partials(spec, geometry, grid)
+            assert 0 <= s.state < geo.num_partials(spec, geometry, grid, SMS)
     assert [(u.request, u.kv_head, u.first_row) for u in found.states] == all_units
     of_unit = {unit: [] for unit in all_units}
     for s in found.segments:
@@ -562,21 +563,17 @@ def test_workspace_holds_the_worst_batch_of_any_spec(kernel, split):
             max_nodes=int(rng.integers(1, 300)), max_kv_len=int(10 ** rng.uniform(2.6, 9)), kernel=kernel,
         )  # fmt: skip
         geometry, grid = geometry_for(spec), int(rng.integers(1, 800))
-        units = spec.max_requests * len(expected_units(spec, spec.max_nodes))
-        splits = geo.max_splits(spec, geometry)
+        sms = int(rng.integers(1, 200))
+        units = [len(expected_units(spec, n)) for n in range(1, spec.max_nodes + 1)]
         tiles = ceil_div(spec.max_kv_len, geometry.keys_per_tile)
-        assert 1 <= splits <= geo.MAX_SPLITS
-        chunks = ceil_div(tiles, chunk_by_hand(tiles, splits))
-        largest = units * chunks - 1 if split == "fixed" else (grid - 1) + (units - 1)
-        partials = geo.num_partials(spec, geometry, grid)
+        chunks = [ceil_div(tiles, chunk_by_hand(tiles, u, sms)) for u in units]
+        assert max(chunks) <= geo.max_splits(spec, geometry, sms)
+        most = max(u * c for u, c in zip(units, chunks, strict=True))
+        all_units = spec.max_requests * units[-1]
+        largest = spec.max_requests * most - 1 if split == "fixed" else (grid - 1) + (all_units - 1)
+        partials = geo.num_partials(spec, geometry, grid, sms)
         assert largest < partials
-        assert partials <= units * splits if split == "fixed" else partials <= grid + units
+        each = max(sms, units[-1]) * spec.max_requests
+        assert partials <= each if split == "fixed" else partials <= grid + all_units
         bytes_each = 4 * geometry.rows_per_tile * (spec.head_dim_v + 2)
-        assert geo.workspace_bytes(spec, geometry, grid) == partials * bytes_each
-
-
-@each_kernel
-def test_max_splits_does_not_depend_on_the_batch(kernel):
-    spec = spec_of("fixed", kernel=kernel)
-    geometry = geometry_for(spec)
-    assert len({geo.max_splits(replace(spec, max_requests=n), geometry) for n in (1, 7, 500)}) == 1
+        assert geo.workspace_bytes(spec, geometry, grid, sms) == partials * bytes_each
