@@ -27,7 +27,6 @@ from nbverify.kernels.planner import limits_of
 from nbverify.spec import VerifySpec
 
 EMULATOR_MEMORY = 2**36  # more than any emulated problem needs
-EMULATED_SMS = 132  # what split="fixed" cuts for: an H200, however many blocks the emulator runs
 ALL_BITS = 0xFF  # NaN in every float format
 
 
@@ -49,7 +48,7 @@ class GpuBackend:
 
     def __init__(self, ordinal: Any, spec: VerifySpec, debug: bool):
         self.device = launch.Device(ordinal)
-        self.name, self.num_sms = self.device.name, self.device.num_sms
+        self.name = self.device.name
         self._target = compile.target_of(compile.override_cc() or self.device.cc)
         self.target = self._target.name
         self.limits = limits_of((self._target.major, self._target.minor), self.device.shared_limit)
@@ -70,7 +69,7 @@ class GpuBackend:
         ]
         walker = self._kernels[[step.body.startswith("verify") for step in self._steps].index(True)]
         self.blocks_per_sm = walker.blocks_per_sm()
-        self.max_blocks = self.blocks_per_sm * self.num_sms
+        self.max_blocks = self.blocks_per_sm * self.device.num_sms
         if self.max_blocks < 1:
             raise DriverError(
                 f"{walker.compiled.name}: no block of {walker.threads} threads with {walker.shared_bytes} bytes of "
@@ -80,12 +79,13 @@ class GpuBackend:
     def allocate(self, grid: int) -> None:
         """Partial states, and the findings of ``debug``."""
         self._grids = [1 if step.one_block else grid for step in self._steps]
-        check_workspace(geo.workspace_bytes(self._spec, self._geometry, grid, self.num_sms), self.device.total_memory())
+        sizes = self._spec, self._geometry, grid, self.limits.max_chunks
+        check_workspace(geo.workspace_bytes(*sizes), self.device.total_memory())
         self._workspace = {
             name: launch.DeviceBuffer(
                 self.device, elements * arrays.ITEMSIZE[self._storage[name]], fill=fill_of(contract.BUFFER[name])
             )
-            for name, elements in geo.workspace(self._spec, self._geometry, grid, self.num_sms).items()
+            for name, elements in geo.workspace(*sizes).items()
         }
         if self._debug:
             self._workspace["findings"] = launch.DeviceBuffer(self.device, NOTHING_FOUND.nbytes)
@@ -149,7 +149,6 @@ class EmulatorBackend:
     """The same on the CPU."""
 
     blocks_per_sm = 1
-    num_sms = EMULATED_SMS
     target = "emulator"
     compiled: tuple[CompiledKernel, ...] = ()
 
@@ -171,9 +170,10 @@ class EmulatorBackend:
     def allocate(self, grid: int) -> None:
         """As for a GPU."""
         self._grid = grid
-        check_workspace(geo.workspace_bytes(self._spec, self._geometry, grid, self.num_sms), EMULATOR_MEMORY)
+        sizes = self._spec, self._geometry, grid, self.limits.max_chunks
+        check_workspace(geo.workspace_bytes(*sizes), EMULATOR_MEMORY)
         self._workspace: dict[str, np.ndarray] = {}
-        for name, elements in geo.workspace(self._spec, self._geometry, grid, self.num_sms).items():
+        for name, elements in geo.workspace(*sizes).items():
             size, fill = elements * arrays.ITEMSIZE[self._storage[name]], fill_of(contract.BUFFER[name])
             self._workspace[name] = np.full(size, fill, np.uint8).view(self._storage[name])
         if self._debug:

@@ -123,7 +123,7 @@ SCALARS: tuple[Scalar, ...] = (
     Scalar("num_slots", "int64", "rows of the KV pool"),
     Scalar("max_nodes", "int64", "nodes of one request are clamped to this"),
     Scalar("max_kv_len", "int64", "prefix + nodes of one request are clamped to this"),
-    Scalar("num_sms", "int64", "split='fixed': SMs of the GPU, as many chunks as a request is cut into"),
+    Scalar("max_chunks", "int64", "split='fixed': most chunks of a request, or one for each of its row units"),
     Scalar("score_scale", "float32", "sm_scale * k_scale"),
     Scalar("v_scale", "float32", "factor of the output, applied once, at the end"),
 )

@@ -128,7 +128,7 @@ class VerifyPlan:
         #: Blocks of every launch of this plan.
         self.grid = backend.max_blocks if max_blocks is None else max_blocks
         #: Bytes of the partial states that the plan allocates (debug=True adds some 200 bytes).
-        self.workspace_bytes = geo.workspace_bytes(spec, self.geometry, self.grid, backend.num_sms)
+        self.workspace_bytes = geo.workspace_bytes(spec, self.geometry, self.grid, limits.max_chunks)
         backend.allocate(self.grid)
         self._scheduled: tuple | None = None  # the lengths of the last schedule of a step
         self._rules = {name: arrays.Rule(contract.BUFFER[name], spec) for name in contract.CALLER_BUFFERS}
@@ -209,7 +209,7 @@ class VerifyPlan:
             "num_slots": dims["num_slots"],
             "max_nodes": spec.max_nodes,
             "max_kv_len": spec.max_kv_len,
-            "num_sms": self._backend.num_sms,
+            "max_chunks": self._backend.limits.max_chunks,
             **_factors(spec, k_scale, v_scale),
         }
         values = {name: a for name, a in given.items() if a is not None}
@@ -231,7 +231,7 @@ class VerifyPlan:
         """Registers, shared memory, spills, grid and splits of this plan."""
         splits = self.grid
         if self.spec.split == "fixed":
-            splits = geo.max_splits(self.spec, self.geometry, self._backend.num_sms)
+            splits = geo.max_splits(self.spec, self.geometry, self._backend.limits.max_chunks)
         return PlanReport(
             device=self._backend.name,
             target=self._backend.target,

@@ -232,9 +232,9 @@ def units_per_request(spec: VerifySpec, geometry: Geometry) -> int:
     return spec.num_kv_heads * -(-spec.max_nodes * spec.group // geometry.rows_per_tile)
 
 
-def max_splits(spec: VerifySpec, geometry: Geometry, num_sms: int) -> int:
+def max_splits(spec: VerifySpec, geometry: Geometry, max_chunks: int) -> int:
     """``split="fixed"``: most chunks of one row unit, those of a request with one row tile."""
-    return max(1, min(num_sms // spec.num_kv_heads, _most_chunks(spec, geometry)))
+    return max(1, min(max_chunks // spec.num_kv_heads, _most_chunks(spec, geometry)))
 
 
 def _most_chunks(spec: VerifySpec, geometry: Geometry) -> int:
@@ -242,30 +242,30 @@ def _most_chunks(spec: VerifySpec, geometry: Geometry) -> int:
     return -(-spec.max_kv_len // (geometry.keys_per_tile * MIN_CHUNK_TILES))
 
 
-def num_partials(spec: VerifySpec, geometry: Geometry, grid: int, num_sms: int) -> int:
+def num_partials(spec: VerifySpec, geometry: Geometry, grid: int, max_chunks: int) -> int:
     """Partial states that one launch can leave.
 
     balanced: a block adds one segment, and so does a row unit's start; the state's number is block + unit.
-    fixed: a request has a chunk for each SM at most, or one for each of its row units if those are more.
+    fixed: a request has ``max_chunks`` at most, or one for each of its row units if those are more.
     """
     units = units_per_request(spec, geometry)
     if spec.split == "fixed":
-        return spec.max_requests * min(max(num_sms, units), units * _most_chunks(spec, geometry))
+        return spec.max_requests * min(max(max_chunks, units), units * _most_chunks(spec, geometry))
     return grid + spec.max_requests * units
 
 
-def workspace(spec: VerifySpec, geometry: Geometry, grid: int, num_sms: int) -> dict[str, int]:
+def workspace(spec: VerifySpec, geometry: Geometry, grid: int, max_chunks: int) -> dict[str, int]:
     """Elements of the buffers that every plan has of its own (contract.py says of which type)."""
-    rows = num_partials(spec, geometry, grid, num_sms) * geometry.rows_per_tile
+    rows = num_partials(spec, geometry, grid, max_chunks) * geometry.rows_per_tile
     elements = {"partial_o": rows * spec.head_dim_v, "partial_ml": rows * 2, "arrivals": 1}
     if spec.schedule == "step":
         elements |= {"step_table": 2 * (spec.max_requests + 1), "step_segments": grid * SEGMENT_FIELDS}
     return elements
 
 
-def workspace_bytes(spec: VerifySpec, geometry: Geometry, grid: int, num_sms: int) -> int:
+def workspace_bytes(spec: VerifySpec, geometry: Geometry, grid: int, max_chunks: int) -> int:
     """Device bytes of the partial states: o and (m, l), float32."""
-    return 4 * num_partials(spec, geometry, grid, num_sms) * geometry.rows_per_tile * (spec.head_dim_v + 2)
+    return 4 * num_partials(spec, geometry, grid, max_chunks) * geometry.rows_per_tile * (spec.head_dim_v + 2)
 
 
 def _round_up(value: int, step: int) -> int:

@@ -28,10 +28,11 @@ WIDEN_REGISTERS = 8  # fp8: a second ring
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """What the choice of a tile depends on."""
+    """What a plan depends on."""
 
     shared_bytes: int  # that a block may use (opt-in)
     can_suspend: bool  # a thread that waits at an mbarrier: compute capability 9.0 and up
+    max_chunks: int  # of a request, with split="fixed": bits depend on them
 
 
 # Opt-in shared memory of a block by compute capability (CUDA C++ Programming Guide, "Technical Specifications").
@@ -40,13 +41,20 @@ SHARED_BYTES = {
     (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448, (12, 0): 101_376, (12, 1): 101_376,
 }  # fmt: skip
 SMALLEST_SHARED_BYTES = min(SHARED_BYTES.values())
+# SMs of a capability's largest GPU.  With split="fixed" a request alone is cut for so many, however many the GPU at hand
+# has: bits may depend on the capability, as tiles do, but not on the number of SMs.
+MOST_SMS = {
+    (8, 0): 108, (8, 6): 84, (8, 7): 16, (8, 9): 142, (9, 0): 132,
+    (10, 0): 148, (10, 3): 160, (12, 0): 188, (12, 1): 48,
+}  # fmt: skip
+USUAL_SMS = MOST_SMS[9, 0]
 
 
 def limits_of(cc: tuple[int, int], shared_bytes: int | None = None) -> DeviceLimits:
     """Limits of a compute capability; ``shared_bytes`` where a device or a user says it."""
     if shared_bytes is None:
         shared_bytes = SHARED_BYTES.get(cc, SMALLEST_SHARED_BYTES)
-    return DeviceLimits(shared_bytes, can_suspend=cc >= (9, 0))
+    return DeviceLimits(shared_bytes, can_suspend=cc >= (9, 0), max_chunks=MOST_SMS.get(cc, USUAL_SMS))
 
 
 def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:

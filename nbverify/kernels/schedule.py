@@ -14,8 +14,8 @@
     direct     a segment that has all items of its unit writes the result; any other writes a partial state.
 
 Bits: a partial state depends on where its unit was cut.  With balanced the cuts depend on the whole batch and the
-grid; with fixed they depend on the request's own c and n (and the spec, and the GPU's number of SMs), so its bits do
-too, and on nothing else.
+grid; with fixed they depend on the request's own c and n (and the spec and the compute capability), so its bits do too,
+and on nothing else.
 
 Numbers of partial states, which are their places in the workspace
     balanced   block + unit.  Along the line every further segment has a larger block or a larger unit, so no two
@@ -86,13 +86,13 @@ def block_of(num_items, num_blocks, position):
 
 
 @cuda.jit(device=True)
-def chunk_tiles_of(num_tiles, num_units, num_sms):
+def chunk_tiles_of(num_tiles, num_units, max_chunks):
     """Key tiles of one chunk of a request of so many row units (fixed).
 
-    A unit has at most ``num_sms // num_units`` chunks, or one: a request alone then keeps all SMs busy, once.  None but
-    the last is shorter than MIN_CHUNK_TILES.
+    A unit has at most ``max_chunks // num_units`` of them, or one: a request alone then keeps all SMs busy, once.  None
+    but the last is shorter than MIN_CHUNK_TILES.
     """
-    most = max(int32(1), quotient(num_sms, max(int32(1), num_units)))
+    most = max(int32(1), quotient(max_chunks, max(int32(1), num_units)))
     return max(int32(MIN_CHUNK_TILES), quotient(num_tiles + most - 1, most))
 
 
@@ -143,7 +143,7 @@ def make_schedule(spec, geometry):
         """The same for all units of a request: ``unit_states`` relies on it."""
         tiles = num_tiles(request)
         if is_fixed:
-            chunk = chunk_tiles_of(tiles, num_units(request), args.num_sms)
+            chunk = chunk_tiles_of(tiles, num_units(request), args.max_chunks)
             return quotient(tiles + chunk - 1, chunk)
         return tiles
 
@@ -231,7 +231,7 @@ def make_schedule(spec, geometry):
         unit = quotient(inside, per_unit)
         item = int32(inside - unit * per_unit)
         if is_fixed:
-            chunk = chunk_tiles_of(tiles, num_units(request), args.num_sms)
+            chunk = chunk_tiles_of(tiles, num_units(request), args.max_chunks)
             first_tile = int32(item * chunk)
             end_tile = min(tiles, int32(first_tile + chunk))
             state = position

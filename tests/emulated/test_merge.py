@@ -123,7 +123,7 @@ def merge(spec, states, *, group="warp", warps=None, grid=None, nodes=NODES, row
         "kv_indices": np.zeros(0, np.int32), "kv_indices_words": 1,
         "qo_indptr": token_sums, "qo_indptr_words": 1,
         "num_requests": requests, "num_tokens": requests * nodes, "max_nodes": nodes, "max_kv_len": 4096,
-        "num_sms": 64, "out": out, "out_stride_token": width, "out_stride_head": width,
+        "max_chunks": 64, "out": out, "out_stride_token": width, "out_stride_head": width,
         "lse": lse, "lse_stride_token": 1, "v_scale": np.float32(V_SCALE),
     }  # fmt: skip
     shared = merge_scratch_bytes(warps) + chunk_bytes(warps) + table_bytes(requests)

@@ -164,7 +164,7 @@ def args_of(spec, prefix_sums, token_sums, *, num_indices, num_tokens, dtypes=("
         "num_requests": sums[0].size - 1,
         "max_nodes": spec.max_nodes,
         "max_kv_len": spec.max_kv_len,
-        "num_sms": SMS,
+        "max_chunks": SMS,
     }
     return Args(**{**fields, **outputs})
 
