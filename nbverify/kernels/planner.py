@@ -41,7 +41,7 @@ SHARED_BYTES = {
     (9, 0): 232_448, (10, 0): 232_448, (10, 3): 232_448, (12, 0): 101_376, (12, 1): 101_376,
 }  # fmt: skip
 SMALLEST_SHARED_BYTES = min(SHARED_BYTES.values())
-# SMs of a capability's largest GPU.  With split="fixed" a request alone is cut for so many, however many the GPU at hand
+# SMs of a capability's largest GPU.  With split="fixed" a request alone is cut for so many, however many this GPU
 # has: bits may depend on the capability, as tiles do, but not on the number of SMs.
 MOST_SMS = {
     (8, 0): 108, (8, 6): 84, (8, 7): 16, (8, 9): 142, (9, 0): 132,
