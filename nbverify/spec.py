@@ -75,7 +75,8 @@ class VerifySpec:
         the default, as in SGLang, does not read them.
     split
         "balanced": key tiles are cut evenly over the blocks, over fewer of them where more would not pay.
-        "fixed": cuts depend on a request's own lengths only, so its bits do not depend on its batch.
+        "fixed": cuts depend on a request's own lengths and the compute capability, so its bits do not depend on its
+        batch.
     reduction
         "grid_sync": one cooperative launch.  "two_launch": two plain ones, bitwise the same result.
     schedule

@@ -89,8 +89,8 @@ def block_of(num_items, num_blocks, position):
 def chunk_tiles_of(num_tiles, num_units, max_chunks):
     """Key tiles of one chunk of a request of so many row units (fixed).
 
-    A unit has at most ``max_chunks // num_units`` of them, or one: a request alone then keeps all SMs busy, once.  None
-    but the last is shorter than MIN_CHUNK_TILES.
+    A unit has at most ``max_chunks // num_units`` of them, or one: a long request alone has about one for each of so
+    many SMs.  None but the last is shorter than MIN_CHUNK_TILES.
     """
     most = max(int32(1), quotient(max_chunks, max(int32(1), num_units)))
     return max(int32(MIN_CHUNK_TILES), quotient(num_tiles + most - 1, most))

@@ -51,7 +51,7 @@ def make_walk_scores(spec, geometry, ring):
         queries = cuda.local.array(num_queries, uint32)
         has_drafts, mask_start = int32(segment.end_tile) * keys_per_tile > segment.request.prefix_len, int64(0)
         if has_drafts:
-            mask_start = find_mask(args, segment.request)  # used after what follows: nobody waits for it
+            mask_start = find_mask(args, segment.request)  # before it is used: it comes from memory
         request_queries(me, args, shared, record, turn, first_row)
         if has_drafts:
             head_row = int32(int32(segment.first_row) + first_row)

@@ -78,7 +78,7 @@ def _make_walk_segment(spec, geometry, ring):
         segment = load_segment(record)
         wants_masks, mask_start = reads_masks(segment, first_row), int64(0)
         if wants_masks:
-            mask_start = find_mask(args, segment.request)  # used after what follows: nobody waits for it
+            mask_start = find_mask(args, segment.request)  # long before it is used: it comes from memory
         request_queries(me, args, shared, record, turn, first_row)
         fetches = me.warp >= uint32(first_fetching_warp)
         if fetches:

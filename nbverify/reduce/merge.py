@@ -13,10 +13,10 @@ Work      A chunk is (row unit, row, 128 columns): 512 bytes of each of the row'
           are cut into runs, and a run's loads are all on the way before the first is needed.  With few chunks several
           warps, a group, take the runs of one side by side; with many, a warp takes a chunk alone, run after run.  The
           runs' sums pass through shared memory, where one warp of the group adds them up.  Chunks go round the blocks,
-          those of a row that a block can take at once together: so a unit with many states, which take long, is not
-          the work of a few blocks.  Units that were written directly in phase 1 are skipped.  One warp looks the
-          block's first chunks up while another one opens the first segment of phase 1: after the walk that would take
-          time of all.
+          two or four of a row at a time where parts and groups are even: so a unit with many states, which take long,
+          is not the work of a few blocks.  Units that were written directly in phase 1 are skipped.  One warp looks
+          the block's first chunks up while another one opens the first segment of phase 1: after the walk that would
+          take time of all.
 Traffic   Each partial output is read once, from L2; (m, l) once for each 128 columns.
 Numerics  float32.  A run adds its states in order, and the runs are added in order; where a run ends depends on S
           alone.  So reruns, both reductions, and a group or a warp at work, give the same bits.
@@ -62,6 +62,19 @@ def place_of_pair(pair):
     )
 
 
+@cuda.jit(device=True, forceinline=True)
+def chunk_number(groups, group_number, turn, block, blocks, most_shift):
+    """The chunk that a group of a block takes in its turn ``turn``, or a number past the last one.
+
+    ``groups`` are those of a block.  Of its numbers in a turn the first group's is the smallest.
+    """
+    shift = int32(0)  # 2^shift chunks side by side: as many as divide both a row's chunks and the groups
+    while shift < most_shift and groups >> shift & 1 == 0:
+        shift = int32(shift + 1)
+    slot = int32(turn * (groups >> shift) + (group_number >> shift))
+    return int32(((slot * blocks + block) << shift) + (group_number & ((1 << shift) - 1)))
+
+
 class Chunk(NamedTuple):
     """What a group merges, and where the result goes.  The fields of a record in shared memory, int64."""
 
@@ -91,7 +104,7 @@ def make_merge(spec, geometry, schedule):
     head_dim_v, group = spec.head_dim_v, spec.group
     parts = (head_dim_v + MERGE_COLUMNS - 1) // MERGE_COLUMNS
     chunks_per_unit = rows_per_tile * parts
-    most_shift = (parts & -parts).bit_length() - 1  # 2^shift chunks of a row, side by side: a divisor of parts
+    most_shift = (parts & -parts).bit_length() - 1  # how often 2 divides it
     output_bytes, state_bytes = 4 * rows_per_tile * head_dim_v, 8 * rows_per_tile
     unit_states = schedule.unit_states
     narrow = make_narrow(spec.dtype)
@@ -169,15 +182,7 @@ def make_merge(spec, geometry, schedule):
 
     @cuda.jit(device=True, forceinline=True)
     def number_of(groups, group_number, turn):
-        """The chunk that a group of this block takes in its turn ``turn``, or a number past the last one.
-
-        Of a block's numbers in a turn the first group's is the smallest.
-        """
-        shift, block, blocks = int32(0), int32(cuda.blockIdx.x), int32(cuda.gridDim.x)
-        while shift < most_shift and groups >> shift & 1 == 0:
-            shift = int32(shift + 1)
-        slot = int32(turn * (groups >> shift) + (group_number >> shift))
-        return int32(((slot * blocks + block) << shift) + (group_number & ((1 << shift) - 1)))
+        return chunk_number(groups, group_number, turn, int32(cuda.blockIdx.x), int32(cuda.gridDim.x), most_shift)
 
     @cuda.jit(device=True)
     def find_chunk(args, table, number, record):
@@ -266,7 +271,7 @@ def sync_group(share):
 @cuda.jit(device=True, forceinline=True)
 def add_runs(scratch, num_runs, lane, sums):
     """``sums`` = a lane's columns of all runs, in order; gives (m, l).  One warp; lane r has the state of run r."""
-    ptx.keep_loops()  # run once: fetching an unrolled one's code would take longer than what it does
+    ptx.keep_loops()  # run once a chunk: fetching an unrolled one's code takes longer than what it does
     mine = uint32(scratch + uint32(lane) * uint32(MERGE_RUN_BYTES) + uint32(4 * MERGE_COLUMNS))
     m, t = NEG_INF, ZERO
     if lane < num_runs:

@@ -5,6 +5,7 @@ mixture.  A state is (m, total, o), as in kernels/softmax.py; total is its l.  A
 warp alone, or by several of a block: which, depends on how many warps the grid has for how many chunks.
 """
 
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -152,6 +153,21 @@ def check(spec, states, out, lse):
         np.testing.assert_array_equal(np.isnan(got), np.isnan(want), err_msg=f"{count} states")
         assert (np.isnan(want) | (np.abs(got - want) <= allowed)).all(), f"{count} states"
         np.testing.assert_allclose(lse[b], want_lse, rtol=4 * EPS, atol=16 * EPS, err_msg=f"{count} states")
+
+
+def test_every_chunk_is_taken_once():
+    """By one group of the blocks in one of its turns; a block goes on while its first group has one."""
+    number = merge_module.chunk_number.py_func
+    for groups, parts, blocks in itertools.product((1, 2, 3, 4, 6, 8, 12), (1, 2, 3, 4, 5), (1, 2, 5, 132)):
+        most_shift = (parts & -parts).bit_length() - 1
+        for num_chunks in (1, parts, 7 * parts, 64 * parts, groups * blocks * parts + 3 * parts):
+            taken = []
+            for block in range(blocks):
+                turn = 0
+                while number(groups, 0, turn, block, blocks, most_shift) < num_chunks:
+                    taken += [number(groups, g, turn, block, blocks, most_shift) for g in range(groups)]
+                    turn += 1
+            assert sorted(n for n in taken if n < num_chunks) == list(range(num_chunks)), (groups, parts, blocks)
 
 
 @pytest.mark.parametrize("width, dtype", [*((width, "bfloat16") for width in WIDTHS), (80, "float16")])

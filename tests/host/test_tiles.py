@@ -15,7 +15,7 @@ from support.kernels import geometry_for
 import nbverify as nv
 from nbverify import presets
 from nbverify.kernels import geometry as geo
-from nbverify.kernels.planner import SHARED_BYTES, column_parts_of, geometry_of, limits_of
+from nbverify.kernels.planner import MOST_SMS, SHARED_BYTES, column_parts_of, geometry_of, limits_of
 from nbverify.kernels.segments import INDEX_LISTS, RECORD_BYTES
 from nbverify.kernels.tiles import row_pitch
 
@@ -429,3 +429,5 @@ def test_capabilities():
     assert [limits_of(cc).can_suspend for cc in ((8, 0), (8, 9), (9, 0), (12, 0))] == [False, False, True, True]
     assert limits_of((9, 9)).shared_bytes == min(SHARED_BYTES.values()), "an unknown one is taken for a small one"
     assert limits_of((9, 0), 50_000).shared_bytes == 50_000
+    assert MOST_SMS.keys() == SHARED_BYTES.keys()
+    assert [limits_of(cc).max_chunks for cc in ((8, 0), (9, 0), (12, 0), (9, 9))] == [108, 132, 188, 132]

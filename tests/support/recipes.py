@@ -452,12 +452,12 @@ def test_b07_full_masks_of_64_mib(dev, spec):
 
 @parametrize_specs(
     {
-        "16-512": gqa(1, 1, 16, head_dim_v=512, split="fixed", max_requests=513, max_nodes=128, max_kv_len=16384),
-        "mla-512-512": mla(1, head_dim_qk=512, split="fixed", max_requests=540, max_nodes=128, max_kv_len=32768),
+        "16-512": gqa(1, 1, 16, head_dim_v=512, split="fixed", max_requests=2052, max_nodes=128, max_kv_len=4096),
+        "mla-512-512": mla(1, head_dim_qk=512, split="fixed", max_requests=2052, max_nodes=128, max_kv_len=4096),
     }
 )
 def test_b07_scratch_past_2_31_floats(dev, spec):
-    """fixed: the slot of a partial state is its place on the line; 513 requests x 8 units x 64 chunks x 16 x 512."""
+    """fixed: the slot of a partial state is its place on the line; 2,052 requests x 128 chunks x 16 rows x 512."""
     if not dev.is_gpu:
         pytest.skip("8.6 GB of partial states: on a GPU only")
     num_requests, n = spec.max_requests, spec.max_nodes

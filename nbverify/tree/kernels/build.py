@@ -28,7 +28,8 @@ Frontier    The candidates are the next untaken child of every taken node, at mo
 Table       Log-probabilities lie in shared memory as [D + 1, K + 1] with a border of -inf: the sibling after the last
             rank, and the child below the last position, are found there like any other and never taken.
 Time        N - 1 rounds, each of one or two reductions and N / 32 slots, whatever the values.  Each round waits for the
-            one before, so the time is that of a round times the budget: 20 us for 64 on an H200, a launch included.
+            one before, so the time is that of a round times the budget: 20 us for 64 on an H200 with a warm L2, launch
+            included.
             A binary heap of one thread would make two sifts of 6 levels a round, each level a trip to shared memory and
             a comparison.
 Numerics    Scores are float32, one rounded sum for each edge.  No score is -0 (the root's is +0), none is NaN (a sum
