@@ -2,9 +2,9 @@
 
     python -m benchmarks.tree [--json [FILE]] [--plot FILE.png] [--batch 16] [--budget 64] [--depth 16] [--top-k 8]
 
-Parts      graph replays, beside what each must take on an H200.  "us" is with a warm L2 cache, as a part runs in a
-           step, where the part before has just written what it reads; "cold us" is with nothing in the cache, code
-           and arguments included.  Parts that read logits, and whole steps, are only measured cold.
+Parts      graph replays, beside what each must take on an H200.  "us" is with a warm L2 cache: replays of the part
+           alone, after each other.  "cold us" is with nothing in the cache, code and arguments included.  What a part
+           must take is meant warm.  Parts that read logits, and whole steps, are measured and judged cold.
            "numpy" is the definition of the same part on the host, on the same data: for trees the heap of DDTree
            (docs/tree.md).  It has the data on the host already: copies to and fro, and the wait for them, come on top
            in a program that works like that.
@@ -169,12 +169,12 @@ def measure_parts(gpu: Gpu, load: Workload, read_gb_s: float, progress: Callable
         progress(name)
         graph = gpu.capture(launch)
         cold = gpu.clock.replay_times(graph, repeats=REPEATS)
-        times = gpu.clock.replay_times(graph, repeats=REPEATS, warm=True) if warm else cold
-        row = {"part": name, "us": times.summary(), "cold_us": cold.summary(), "must_us": must_us}
+        us = gpu.clock.replay_times(graph, repeats=REPEATS, warm=True).summary() if warm else None
+        row = {"part": name, "us": us, "cold_us": cold.summary(), "must_us": must_us}
         if host is not None:
             row["numpy_ms"] = round(milliseconds(host), 3)
         rows.append(row)
-        return times
+        return cold
 
     trees, prefix_lens = load.trees, load.prefix_lens
     add(
@@ -211,8 +211,8 @@ def measure_parts(gpu: Gpu, load: Workload, read_gb_s: float, progress: Callable
     )
     gigabytes = int(load.trees.num_nodes.sum()) * VOCAB * 4 / 1e9
     must = 1e6 * gigabytes / (0.75 * read_gb_s)
-    times = add("accept, logits", plan.bind(**nodes, **out, logits=logits).launch, must, warm=False)
-    rows[-1]["of_read"] = round(1e6 * gigabytes / times.median / read_gb_s, 3)
+    cold = add("accept, logits", plan.bind(**nodes, **out, logits=logits).launch, must, warm=False)
+    rows[-1]["of_read"] = round(1e6 * gigabytes / cold.median / read_gb_s, 3)
     drawing = accept.AcceptPlan(
         max_requests=sizes.batch, max_nodes=sizes.nodes, max_depth=sizes.depth, vocab_size=VOCAB, sampled=True,
         device=step.runner,
@@ -238,7 +238,7 @@ def measure_step(gpu: Gpu, load: Workload, must_us: float | None) -> dict[str, A
     nodes = load.step.graph_nodes()
     return {
         "part": f"step of {load.sizes.batch}, no attention",
-        "us": times.summary(),
+        "us": None,
         "cold_us": times.summary(),
         "must_us": must_us,
         "nodes": nodes,
@@ -279,12 +279,13 @@ def part_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The table of parts."""
     lines = [f"{'part':30} {'us':>8} {'p10-p90':>15} {'must':>7} {'cold us':>10} {'numpy ms':>9}", "-" * 86]
     for row in rows:
-        us, must = row["us"], row.get("must_us")
-        verdict = "" if must is None else f"{must:7.0f} {'ok' if us['p50'] <= must else 'MISS'}"
+        warm, cold, must = row["us"], row["cold_us"], row.get("must_us")
+        judged = warm or cold
+        verdict = "" if must is None else f"{must:7.0f} {'ok' if judged['p50'] <= must else 'MISS'}"
         numpy_ms = f"{row['numpy_ms']:9.2f}" if "numpy_ms" in row else ""
-        span, cold = f"{us['p10']:.1f}-{us['p90']:.1f}", row["cold_us"]["p50"]
+        us, span = f"{warm['p50']:.1f}" if warm else "", f"{judged['p10']:.1f}-{judged['p90']:.1f}"
         more = f"  {100 * row['of_read']:.0f} % of the read bandwidth" if "of_read" in row else ""
-        line = f"{row['part']:30} {us['p50']:8.1f} {span:>15} {verdict:12} {cold:5.1f} {numpy_ms:>9}{more}"
+        line = f"{row['part']:30} {us:>8} {span:>15} {verdict:12} {cold['p50']:5.1f} {numpy_ms:>9}{more}"
         lines.append(line.rstrip())
     return lines
 
@@ -359,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with gpu.watched(300):
             progress("verify at each budget")
             verify_us = measure_verify(gpu, options.seed)
-            step_us = {budget: record["parts"][-1]["us"]["p50"] for budget in verify_us}
+            step_us = {budget: record["parts"][-1]["cold_us"]["p50"] for budget in verify_us}
             step_us[0] = 0.0  # plain decoding has no step
             record["other_us"] = options.other_us
             record["budgets"] = budget_rows(verify_us, step_us, sizes, options.other_us)
@@ -372,7 +373,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(f"written to {options.plot}")
     if options.json is not None:
         show(f"written to {save('tree', record, options.json or None)}")
-    missed = [row["part"] for row in record["parts"] if row.get("must_us") and row["us"]["p50"] > row["must_us"]]
+    judged = [(row, row["us"] or row["cold_us"]) for row in record["parts"] if row.get("must_us")]
+    missed = [row["part"] for row, us in judged if us["p50"] > row["must_us"]]
     if missed and "H200" in record["head"]["gpu"]:
         show("slower than they must be: " + ", ".join(missed))
     return 0
