@@ -61,7 +61,7 @@ SOUND = Fault(0, 0)
 LINKER = "12.9.86"
 FAULTS: dict[tuple[str, str], Fault] = {
     ("gqa64-64", "sm_120a"): Fault(40, 8),
-    ("gqa256-8", "sm_80"): Fault(16, 8),
+    ("gqa128-33", "sm_80"): Fault(16, 8),
 }
 
 

@@ -76,7 +76,7 @@ class Latency:
     fixed_us: float
 
 
-LATENCY = Latency(tile_clocks=1100, fixed_us=14.3)
+LATENCY = Latency(tile_clocks=1100, fixed_us=14.8)
 
 
 @dataclass(frozen=True)
