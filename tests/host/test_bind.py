@@ -5,6 +5,7 @@ The plans are emulated ones: numpy arrays, and ``Emulator.launch`` replaced by a
 
 import itertools
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import ml_dtypes
@@ -870,6 +871,14 @@ def test_random_trees_of_the_wrong_size_never_pass(launches):
         other = nv.VerifySpec.gqa(2, 1, 16, mask=declared, **LIMITS)
         wrong = refused(lambda: nv.verify_attention(other, **args, device="emulator"), {"custom_mask"})  # noqa: B023
         assert wrong is None, f"#{index} {given} declared {declared}, prefixes {prefixes}, nodes {counts}: {wrong}"
+
+
+def test_fixed_splits_are_cut_for_a_capability(launches):
+    """Not for the grid, on which bits of split="fixed" must not depend."""
+    args, spec = Call("gqa full bf16").args, replace(SPECS["gqa full bf16"], split="fixed")
+    for emulator, cap in (nv.Emulator(), None), (nv.Emulator(7), 3), (nv.Emulator(cc=(12, 0)), None):
+        nv.VerifyPlan(spec, device=emulator, max_blocks=cap).bind(**args).launch()
+    assert [given.max_chunks for given in launches] == [132, 132, 188]
 
 
 def test_pools_that_a_slot_number_does_not_reach_the_end_of(call, launches, monkeypatch):

@@ -452,17 +452,22 @@ def test_b07_full_masks_of_64_mib(dev, spec):
 
 @parametrize_specs(
     {
-        "16-512": gqa(1, 1, 16, head_dim_v=512, split="fixed", max_requests=2052, max_nodes=128, max_kv_len=4096),
-        "mla-512-512": mla(1, head_dim_qk=512, split="fixed", max_requests=2052, max_nodes=128, max_kv_len=4096),
+        "16-512": gqa(1, 1, 16, head_dim_v=512, split="fixed", max_requests=1, max_nodes=128, max_kv_len=4096),
+        "mla-512-512": mla(1, head_dim_qk=512, split="fixed", max_requests=1, max_nodes=128, max_kv_len=4096),
     }
 )
 def test_b07_scratch_past_2_31_floats(dev, spec):
-    """fixed: the slot of a partial state is its place on the line; 2,052 requests x 128 chunks x 16 rows x 512."""
+    """fixed: the slot of a partial state is its place on the line; on an H200 2,052 requests x 128 x 16 x 512."""
     if not dev.is_gpu:
         pytest.skip("8.6 GB of partial states: on a GPU only")
-    num_requests, n = spec.max_requests, spec.max_nodes
+    n, tile = spec.max_nodes, dev.plan(spec).geometry
+    units, tiles = n // tile.rows_per_tile, spec.max_kv_len // tile.keys_per_tile
+    chunk_tiles = max(8, -(-tiles // max(1, dev.plan(spec)._backend.limits.max_chunks // units)))
+    floats = units * -(-tiles // chunk_tiles) * tile.rows_per_tile * spec.head_dim_v  # of a request
+    num_requests = LIMIT // floats + 4
     prefix = spec.max_kv_len - n
-    small = random_batch(np.random.default_rng(705), replace(spec, max_requests=1), [prefix], [n])
+    small = random_batch(np.random.default_rng(705), spec, [prefix], [n])
+    spec = replace(spec, max_requests=num_requests)
     tokens = num_requests * n
     batch = replace(
         small,
