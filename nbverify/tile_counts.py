@@ -64,10 +64,11 @@ def counts_of(tiles: MmaGeometry, frags: int | None = None) -> TileCounts:
     for warp in range(tiles.warps):
         quarter, turns = warp % SM_QUARTERS, 1
         if tiles.has_roles:
-            is_score_warp, is_value_warp = warp < tiles.row_frags, warp >= tiles.row_frags
-            fragment = warp // tiles.column_parts * tiles.column_parts  # the first of its own
+            is_score_warp, is_value_warp = warp < tiles.score_warps, warp >= tiles.score_warps
+            fragment = warp // tiles.column_parts * tiles.shared_frags  # the first that it multiplies
+            owns = is_score_warp and warp < tiles.row_frags
         else:
-            is_score_warp = is_value_warp = True
+            is_score_warp, is_value_warp, owns = True, True, False
             first_shared = tiles.row_teams - tiles.shared_warps
             fragment = warp if warp < first_shared else first_shared + (warp - first_shared) % tiles.shared_warps
             turns = tiles.key_teams if tiles.tail_warps and warp >= first_shared else 1
@@ -75,7 +76,7 @@ def counts_of(tiles: MmaGeometry, frags: int | None = None) -> TileCounts:
             mma[quarter] += tiles.score_mma / turns
             ldmatrix += score_ldmatrix(tiles) / turns
             rest_loads += tiles.query_rest / turns
-            exchanged += tiles.exchange_bytes // tiles.row_frags
+            exchanged += tiles.exchange_bytes // tiles.row_frags * owns
         if is_value_warp and (tiles.has_roles or fragment < frags):
             mma[quarter] += tiles.value_mma / turns
             ldmatrix += value_ldmatrix(tiles) / turns
@@ -107,14 +108,20 @@ def ptx_counts(tiles: MmaGeometry) -> tuple[int, int]:
     """(mma, ldmatrix) in the PTX of the kernel that walks keys.
 
     The scores stand once, and before them the queries of a segment, which pass through the ring: all of a fragment's
-    columns, or of as many fragments a part.  With roles the output stands once too: values are cleaned in place.  With
-    teams it stands a second time, where values are not finite: there it takes them out, and with V apart adds them, by
-    two more mma where there is one.
+    columns, or of as many fragments a part; they stand a second time for warps that only multiply.  With roles the
+    output stands once: values are cleaned in place.  With teams it stands a second time, where values are not finite:
+    there it takes them out, and with V apart adds them, by two more mma where there is one.
     """
     copies = 1 if tiles.has_roles else 2
     repairs = 2 if tiles.separate_v and not tiles.has_roles else 0
-    mma = tiles.score_mma + (copies + repairs) * tiles.value_mma
-    return mma, tiles.query_steps + score_ldmatrix(tiles) + copies * value_ldmatrix(tiles)
+    products = _score_programs(tiles)
+    mma = products * tiles.score_mma + (copies + repairs) * tiles.value_mma
+    return mma, tiles.warp_queries + products * score_ldmatrix(tiles) + copies * value_ldmatrix(tiles)
+
+
+def _score_programs(tiles: MmaGeometry) -> int:
+    """How often the scores' products stand in the program: for warps that own rows, and for those that do not."""
+    return 2 if tiles.column_parts > tiles.shared_frags else 1
 
 
 def copy_instructions(ptx: str) -> dict[str, int]:
@@ -128,13 +135,13 @@ def copy_counts(tiles: MmaGeometry, index_copies: int, waits: int) -> dict[str, 
     A fetch stands in the program twice, or more often where the compiler unrolls the loop that fills the ring; each
     has an index copy a pass, and of fp8 a wait, as each part of the queries has one.  Row copies: the queries', and all
     of K and V beside each index copy.  Loads: queries without a register, the weights, the flags and what is cleaned
-    (roles), the search for values that are not finite (teams), and rows that are widened (fp8).
+    (roles), the search for values that are not finite (teams), and rows that are widened (fp8), twice.
     """
-    steps = (tiles.k_row_bytes + tiles.v_row_bytes) // (COPY_BYTES * tiles.copy_lanes)
+    steps = sum(-(-row // (COPY_BYTES * tiles.copy_lanes)) for row in (tiles.k_row_bytes, tiles.v_row_bytes))
     widened = waits - tiles.staging_parts if tiles.raw_stages else 0
-    wide_rows = widened * tiles.copy_passes * (2 if tiles.separate_v else 1)
+    wide_rows = 2 * widened * tiles.copy_passes * (2 if tiles.separate_v else 1)  # the first piece, and the next one
     for_values = weight_loads(tiles) + 2 if tiles.has_roles else 1
     return {
         "row copies": tiles.query_steps + index_copies * steps,
-        "16-byte shared loads": tiles.query_rest + for_values + wide_rows,
+        "16-byte shared loads": _score_programs(tiles) * tiles.query_rest + for_values + wide_rows,
     }

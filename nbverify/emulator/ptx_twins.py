@@ -309,11 +309,14 @@ def _e4m3_bits_as_float16(byte: int) -> int:
 
 
 def permute_bytes(low: Any, high: Any, selector: Any) -> Any:
-    """Bytes by number; the sign mode of a nibble's fourth bit is not shown."""
+    """Bytes by number; a nibble's fourth bit asks for the byte's sign instead, in all bits."""
     eight, chosen = _address32(high) << 32 | _address32(low), _address32(selector)
-    if chosen & 0x8888:
-        raise ValueError(f"permute_bytes: selector: expected nibbles 0 to 7, got {chosen:#x}; {place()}")
-    return uint32(sum((eight >> 8 * (chosen >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4)))
+    found = 0
+    for i in range(4):
+        nibble = chosen >> 4 * i & 0xF
+        byte = eight >> 8 * (nibble & 7) & 0xFF
+        found |= ((0xFF * (byte >> 7)) if nibble & 8 else byte) << 8 * i
+    return uint32(found)
 
 
 def multiply_bf16x2(a: Any, b: Any) -> Any:

@@ -57,36 +57,60 @@ def fp8_e4m3_to_float32(byte):
     return value
 
 
-# e4m3 in the low byte of each half -> the 16-bit type: how far the magnitude moves, and the pair of what is missing.
+# e4m3 in the low byte of each half, its sign in all of the high one -> the 16-bit type: how far it moves, what of it is
+# sign or magnitude then, and the pair of what is missing.
 MOVES = {"bfloat16": 4, "float16": 7}
-MAGNITUDES = {"bfloat16": 0x07F007F0, "float16": 0x3F803F80}
+KEPT = {"bfloat16": 0x87F087F0, "float16": 0xBF80BF80}
 GAPS = {"bfloat16": 0x7B807B80, "float16": 0x5C005C00}  # 2^120; 2^8
-FIRST_TWO, LAST_TWO = 0x4140, 0x4342  # bytes of a word into the low bytes of two halves
+# Two bytes of a word to two halves: as they are, and above each its sign (or nothing).
+FIRST_SIGNED, LAST_SIGNED = 0x9180, 0xB3A2
+FIRST_TWO, LAST_TWO = 0x4140, 0x4342
 
 
-def make_widen_e4m3x4(dtype):
-    """``widen_e4m3x4(four) -> pair, pair``: four e4m3 bytes as 16-bit numbers, exactly; NaN is 0x7FFF or 0xFFFF."""
-    move, magnitudes, gaps = MOVES[dtype], MAGNITUDES[dtype], GAPS[dtype]
+def make_widen_e4m3x16(dtype):
+    """``widen_e4m3x16(x) -> four pairs, four pairs``: sixteen e4m3 bytes, four words, as 16-bit numbers, exactly.
+
+    NaN is 0x7FFF or 0xFFFF.  It is looked for in all sixteen at once, and no usual row has one.
+    """
+    move, kept, gaps = MOVES[dtype], KEPT[dtype], GAPS[dtype]
     multiply = ptx.multiply_bf16x2 if dtype == "bfloat16" else ptx.multiply_f16x2
 
     @cuda.jit(device=True, forceinline=True)
-    def widen_pair(x):
-        moved = uint32(uint32(x << uint32(move)) & uint32(magnitudes)) | uint32(
-            uint32(x << uint32(8)) & uint32(0x80008000)
-        )
-        return multiply(moved, uint32(gaps))
+    def widen_two(four, which):
+        signed = ptx.permute_bytes(four, uint32(0), uint32(which))
+        return multiply(uint32(signed << uint32(move)) & uint32(kept), uint32(gaps))
 
     @cuda.jit(device=True, forceinline=True)
-    def widen_e4m3x4(four):
-        first = widen_pair(ptx.permute_bytes(four, uint32(0), uint32(FIRST_TWO)))
-        last = widen_pair(ptx.permute_bytes(four, uint32(0), uint32(LAST_TWO)))
-        nan = uint32(uint32(four & uint32(0x7F7F7F7F)) + uint32(0x01010101)) & uint32(0x80808080)
-        if nan != uint32(0):
-            first |= uint32(uint32(ptx.permute_bytes(nan, uint32(0), uint32(FIRST_TWO)) >> uint32(7)) * uint32(0x7FFF))
-            last |= uint32(uint32(ptx.permute_bytes(nan, uint32(0), uint32(LAST_TWO)) >> uint32(7)) * uint32(0x7FFF))
-        return uint32(first), uint32(last)
+    def find_nan(four):
+        """The top bit of each byte that is NaN; the others are not looked at."""
+        return uint32(uint32(four & uint32(0x7F7F7F7F)) + uint32(0x01010101))
 
-    return widen_e4m3x4
+    @cuda.jit(device=True, forceinline=True)
+    def with_nan(pair, nan, which):
+        """The pair with all bits but the sign set where ``nan`` has a bit."""
+        return uint32(
+            pair | uint32(uint32(ptx.permute_bytes(nan, uint32(0), uint32(which)) >> uint32(7)) * uint32(0x7FFF))
+        )
+
+    @cuda.jit(device=True, forceinline=True)
+    def widen_e4m3x16(x):
+        a, b = widen_two(x[0], FIRST_SIGNED), widen_two(x[0], LAST_SIGNED)
+        c, d = widen_two(x[1], FIRST_SIGNED), widen_two(x[1], LAST_SIGNED)
+        e, f = widen_two(x[2], FIRST_SIGNED), widen_two(x[2], LAST_SIGNED)
+        g, h = widen_two(x[3], FIRST_SIGNED), widen_two(x[3], LAST_SIGNED)
+        tops = uint32(0x80808080)
+        if (find_nan(x[0]) | find_nan(x[1]) | find_nan(x[2]) | find_nan(x[3])) & tops != uint32(0):
+            n = find_nan(x[0]) & tops
+            a, b = with_nan(a, n, FIRST_TWO), with_nan(b, n, LAST_TWO)
+            n = find_nan(x[1]) & tops
+            c, d = with_nan(c, n, FIRST_TWO), with_nan(d, n, LAST_TWO)
+            n = find_nan(x[2]) & tops
+            e, f = with_nan(e, n, FIRST_TWO), with_nan(f, n, LAST_TWO)
+            n = find_nan(x[3]) & tops
+            g, h = with_nan(g, n, FIRST_TWO), with_nan(h, n, LAST_TWO)
+        return (uint32(a), uint32(b), uint32(c), uint32(d)), (uint32(e), uint32(f), uint32(g), uint32(h))
+
+    return widen_e4m3x16
 
 
 def make_widen(dtype):

@@ -39,7 +39,7 @@ from numba import cuda, int32, uint32, uint64
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP
 from nbverify.kernels.kv_tiles import pool_row
-from nbverify.kernels.row_copies import CHUNK_BYTES, make_copy_row, make_widen_row
+from nbverify.kernels.row_copies import make_copy_row, make_widen_row
 from nbverify.kernels.segments import INDEX_LISTS, load_segment
 
 BARRIER_BYTES = 8
@@ -69,7 +69,6 @@ def make_ring(spec, geometry):
         geometry.copy_passes,
     )
     lanes = geometry.copy_lanes
-    k_steps, v_steps = geometry.k_row_bytes // (CHUNK_BYTES * lanes), geometry.v_row_bytes // (CHUNK_BYTES * lanes)
     k_pitch, v_pitch = geometry.k_pitch, geometry.v_pitch
     slot_bytes, v_offset, indices_offset = geometry.slot_bytes, geometry.v_offset, geometry.indices_offset
     index_slot_bytes = INDEX_BYTES * keys_per_tile
@@ -85,12 +84,12 @@ def make_ring(spec, geometry):
     k_distance, v_distance = (k_row_bytes, v_row_bytes) if is_fp8 else (k_pitch, v_pitch)  # where rows are copied to
     first_v = raw_v_offset if is_fp8 else v_offset
     copy_k_row, copy_v_row = (
-        make_copy_row(distance, lanes, steps, has_heads=has_heads, fills=not has_roles)
-        for distance, steps in ((k_distance, k_steps), (v_distance, v_steps))
+        make_copy_row(distance, lanes, row_bytes, has_heads=has_heads, fills=not has_roles)
+        for distance, row_bytes in ((k_distance, k_row_bytes), (v_distance, v_row_bytes))
     )
     widen_k_row, widen_v_row = (
-        make_widen_row(spec.dtype, raw_pitch, pitch, lanes, steps)
-        for raw_pitch, pitch, steps in ((k_row_bytes, k_pitch, k_steps), (v_row_bytes, v_pitch, v_steps))
+        make_widen_row(spec.dtype, row_bytes, pitch, lanes)
+        for row_bytes, pitch in ((k_row_bytes, k_pitch), (v_row_bytes, v_pitch))
     )
 
     @cuda.jit(device=True, forceinline=True)

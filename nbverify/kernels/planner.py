@@ -77,7 +77,8 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         four warps, one in each quarter, which take tiles in turn (1 x 33 x 32/8 x 128 at 32k: 94 instead of 105 us).
     Stages
         All that fit.  Two tiles are in use at a time, the others are on their way.  An fp8 tile is on its way in its
-        own, smaller slots, and the ring has just what is in use and the tile that is being widened.
+        own, smaller slots, and the ring has just what is in use and the tile that is being widened; with roles, where
+        there is room, one more, so that the score warps need not wait for what the value warps widen meanwhile.
 
     Raises ArgumentError for widths that neither serves.
     """
@@ -117,8 +118,7 @@ def choose_tiles(spec: VerifySpec, limits: DeviceLimits) -> MmaGeometry:
         )
         tiles = replace(tiles, query_steps_kept=query_steps_in_registers(tiles))
         room = limits.shared_bytes - max(TABLE_RESERVE, table_bytes(spec.max_requests))
-        deeper = [tiles, *(with_stages(tiles, n) for n in range(MIN_STAGES + 1, MAX_STAGES + 1))]
-        fitting = [one for one in deeper if one.fits(room)]
+        fitting = [one for one in deeper_rings(tiles) if one.fits(room)]
         if fitting and (tiles.slot_bytes <= MAX_SLOT_BYTES or tiles.team_keys == FRAG_KEYS):
             return fitting[-1]
     return tiles  # check_shared_memory says by how much it does not fit
@@ -154,39 +154,45 @@ def _teams(height: int) -> list[dict[str, int]]:
     ]  # fmt: skip
 
 
-def with_stages(tiles: MmaGeometry, stages: int) -> MmaGeometry:
-    """With so many tiles in use or on their way: in the ring, or of fp8 in the raw slots, as far as the ring allows."""
-    if tiles.raw_stages:
-        return replace(tiles, raw_stages=stages - MIN_STAGES + MIN_RAW_STAGES)
-    return replace(tiles, stages=stages)
+def deeper_rings(tiles: MmaGeometry) -> list[MmaGeometry]:
+    """With more and more tiles in use or on their way: in the ring, or of fp8 in the raw slots."""
+    if not tiles.raw_stages:
+        return [replace(tiles, stages=n) for n in range(MIN_STAGES, MAX_STAGES + 1)]
+    most = MAX_STAGES - MIN_STAGES + MIN_RAW_STAGES
+    rings = [replace(tiles, raw_stages=n) for n in range(MIN_RAW_STAGES, most + 1)]
+    if tiles.has_roles:
+        rings += [replace(tiles, stages=MIN_STAGES + 1, raw_stages=n) for n in range(MIN_RAW_STAGES + 1, most + 1)]
+    return rings
 
 
 def column_parts_of(row_frags: int, query_steps: int) -> int:
-    """Score warps that share their row fragments: the fewest, above one, that divide both.
+    """Score warps that share row fragments: four for one or two, three for three, two and two for four.
 
     Each reads its part of the columns of a key for all these fragments, and they exchange sums.  Two read half of the
     keys from shared memory that two by themselves would: for four fragments and 32 keys of 576 columns 72 KB instead of
-    144, and 16 KB for the exchange.  Four or more would exchange what they save.
+    144, and 16 KB for the exchange; four would exchange what they save.  With one or two fragments the other warps only
+    help, one in each quarter of the SM, with registers that are handed out anyway: one tensor core of four would else
+    do all scores of a tile, and that chain was what a tile of 16 rows took (1 x 1 x 8 at 128k: 55.5 us, and so 48.3).
+    Three fragments do better with a warp each, which leaves room for a stage more (16 x 17 x 8 at 8k: 179 us, with four
+    warps 217).
     """
-    return next(
-        (n for n in (2, 3) if row_frags % n == 0 and query_steps % (n * run_steps_of(n)) == 0),
-        1,
-    )
+    choices = {1: (4, 2), 2: (4, 2), 3: (3,), 4: (2,)}[row_frags]
+    return next((n for n in choices if query_steps % (n * run_steps_of(n)) == 0), 1)
 
 
 def query_steps_in_registers(tiles: MmaGeometry) -> int:
     """How many fragments of the queries a warp keeps; the rest it reads from shared memory for each tile."""
     # Of this tile; with roles also of the last one, and of this one for all fragments that are shared.
-    scores = (1 + tiles.column_parts if tiles.has_roles else 1) * 4 * tiles.key_frags
+    scores = (1 + tiles.shared_frags if tiles.has_roles else 1) * 4 * tiles.key_frags
     outputs = 0 if tiles.has_roles else 4 * tiles.value_frags
     whole_groups = -(-tiles.warps // 4) * 4  # registers are handed out to four warps at a time
     registers = min(255, 65536 // (whole_groups * WARP) // 8 * 8)
-    operands = 2 * (2 * tiles.key_frags + 4 * tiles.column_parts)
+    operands = 2 * (2 * tiles.key_frags + 4 * tiles.shared_frags)
     of_teams = TEAM_REGISTERS if tiles.warps <= MAX_WARPS else LEAN_TEAM_REGISTERS
     others = ROLE_REGISTERS + operands if tiles.has_roles else of_teams
     others += WIDEN_REGISTERS if tiles.raw_stages else 0
     others += SHORT_PRODUCT_REGISTERS if tiles.has_roles and tiles.part_steps < SHORT_PRODUCT_STEPS else 0
-    return max(0, min(tiles.query_steps, (registers - scores - outputs - others) // 4))
+    return max(0, min(tiles.warp_queries, (registers - scores - outputs - others) // 4))
 
 
 def geometry_of(spec: VerifySpec, limits: DeviceLimits) -> SimtGeometry | MmaGeometry:

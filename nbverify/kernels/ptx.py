@@ -314,7 +314,8 @@ def unpack_e4m3x2(typingctx, two_bytes):
 def permute_bytes(typingctx, low, high, selector):
     """Four bytes out of eight: u32, u32, u32 -> u32.  Nibble i of the selector says which is byte i of the result.
 
-    0 to 3 are the bytes of ``low``, 4 to 7 those of ``high``.  "Integer Arithmetic Instructions: prmt".
+    0 to 3 are the bytes of ``low``, 4 to 7 those of ``high``; 8 more: all its bits are the sign bit of that byte.
+    "Integer Arithmetic Instructions: prmt".
     """
     return _emit("prmt.b32 $0, $1, $2, $3;", u32, (low, u32), (high, u32), (selector, u32), pure=True)
 

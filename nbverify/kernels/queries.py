@@ -7,7 +7,7 @@ from nbverify.kernels.geometry import WARP
 from nbverify.kernels.named_barriers import QUERIES
 from nbverify.kernels.row_copies import CHUNK_BYTES
 from nbverify.kernels.rows import make_advance, make_swizzle
-from nbverify.kernels.scores import FRAG_BYTES, STEP_BYTES, make_find_step
+from nbverify.kernels.scores import FRAG_BYTES, STEP_BYTES, make_find_fragment, make_find_step
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.tiles import FRAG_ROWS
 
@@ -38,22 +38,22 @@ def make_load_queries(spec, geometry):
 
     ``first_row`` is the first row, in the row unit, of the warp's own fragment.  Its rows come by cp.async into slots
     of the ring that are not used yet, the last ones from turn ``turn`` on; in parts of some columns where the ring is
-    small.  ``request`` begins with the first part, before the keys are asked for: behind them it would wait.
+    small.  ``request`` begins with the first part, before the keys are asked for: behind them it would wait.  A warp
+    that owns no fragment asks for nothing.
 
-    From there warps that share fragments take, each, their columns of all of them, as operands into ``queries``: the
-    fragment of warp ``part + j`` of those is number ``k * column_parts + j``.  Those for which there is no register lie
-    in shared memory, each lane its own 16 bytes.
+    From there warps that share fragments take, each, their columns of all of them, as operands into ``queries``: step
+    ``k`` of fragment ``j`` of those (``make_find_fragment``) is number ``k * shared_frags + j``.  Those for which there
+    is no register lie in shared memory, each lane its own 16 bytes.
     A row past the end reads some other row: it is computed and not written.
     """
     steps, kept, rest = geometry.query_steps, geometry.query_steps_kept, geometry.query_rest
     stages, slot_bytes, pitch = geometry.stages, geometry.slot_bytes, geometry.staging_pitch
     first_slot, warps_per_slot = stages - geometry.staging_slots, geometry.staging_warps
-    steps_per_pass, parts = steps // geometry.staging_parts, geometry.column_parts
-    # Two lanes or more side by side in a row: a pass of the warp is 16 rows at most.
-    queries_offset, lanes = geometry.queries_offset, max(2, geometry.copy_lanes)
+    steps_per_pass, parts, frags = steps // geometry.staging_parts, geometry.column_parts, geometry.shared_frags
+    queries_offset, lanes, has_helpers = geometry.queries_offset, geometry.staging_lanes, parts > frags
     rows_per_pass, copies = WARP // lanes, STEP_BYTES * steps_per_pass // (CHUNK_BYTES * lanes)
     swizzle, advance, row_address = make_swizzle(pitch), make_advance(pitch), _make_row_address(spec)
-    first_column, step_columns = make_find_step(geometry)
+    (first_column, step_columns), find_fragment = make_find_step(geometry), make_find_fragment(geometry)
 
     @cuda.jit(device=True, forceinline=True)
     def waiting_rows(shared, turn, warp):
@@ -72,7 +72,12 @@ def make_load_queries(spec, geometry):
 
     @cuda.jit(device=True, forceinline=True)
     def copy_part(me, args, shared, record, turn, first_row, first_step):
-        """Begin to copy the columns of some steps."""
+        """Begin to copy the columns of some steps, of the warp's own rows."""
+        if not has_helpers or me.warp < uint32(frags):
+            copy_own_part(me, args, shared, record, turn, first_row, first_step)
+
+    @cuda.jit(device=True, forceinline=True)
+    def copy_own_part(me, args, shared, record, turn, first_row, first_step):
         ptx.unroll_loops()
         lane, segment, waiting = int32(me.lane), load_segment(record), waiting_rows(shared, turn, me.warp)
         piece = uint32(lane % lanes * CHUNK_BYTES)
@@ -104,11 +109,12 @@ def make_load_queries(spec, geometry):
                 copy_part(me, args, shared, record, turn, first_row, first_step)
             ptx.cp_async_wait(NONE_PENDING)
             sync_readers(me)  # publishes the rows to them
-            for j in range(parts):
-                owner = uint32(me.warp - part + (part + uint32(j)) % uint32(parts))
+            for j in range(frags):
+                owner = uint32(me.warp - part + find_fragment(part, j))
                 fragment = uint32(waiting_rows(shared, turn, owner) + place)
                 for i in range(steps_per_pass // parts):
-                    x, q = ptx.ldmatrix_x4(advance(fragment, step_columns(i))), first_step + i * parts + j
+                    x = ptx.ldmatrix_x4(advance(fragment, step_columns(i)))
+                    q = (first_step // parts + i) * frags + j
                     if q < kept:
                         queries[4 * q], queries[4 * q + 1], queries[4 * q + 2], queries[4 * q + 3] = (
                             x[0], x[1], x[2], x[3],

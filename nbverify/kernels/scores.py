@@ -4,9 +4,10 @@ A warp holds its queries as mma operands, in registers as far as these reach, el
 from shared memory, 16 keys x 16 columns an ldmatrix.
 
 Column parts   What limits a tile is shared memory: each key row is read once for every 16 query rows, since a warp has
-               room for the queries of one row fragment.  So two score warps (or three) share their two fragments: each
-               keeps half of the columns of both and reads half of each key.  The products are then sums over half of
-               the columns; each warp sends the other what is the other's, and adds what it gets.
+               room for the queries of one row fragment.  So two score warps share their two fragments: each keeps half
+               of the columns of both and reads half of each key.  The products are then sums over half of the columns;
+               each warp sends the other what is the other's, and adds what it gets.  Three warps share three fragments
+               in the same way; one or two are shared by four, and those that own no fragment send all of their sums.
 
 Layout of scores in a lane: ``s[(r * key_frags + j) * 2 + i]`` is row ``8 r + g`` of the fragment, key
 ``8 j + 2 t + i``, with g = lane // 4 and t = lane % 4: what mma gives, sorted by row.
@@ -51,7 +52,7 @@ def make_find_step(geometry):
 
 def step_registers_of(geometry):
     """32-bit registers of the operands of a k16 step."""
-    return 2 * geometry.key_frags + (4 * geometry.column_parts if geometry.query_rest else 0)
+    return 2 * geometry.key_frags + (4 * geometry.shared_frags if geometry.query_rest else 0)
 
 
 def make_multiply_keys(spec, geometry):
@@ -63,7 +64,8 @@ def make_multiply_keys(spec, geometry):
     """
     steps, kept, rest = geometry.part_steps, geometry.query_steps_kept, geometry.query_rest
     key_frags, has_roles, find_first_key = geometry.key_frags, geometry.has_roles, make_find_first_key(geometry)
-    k_pitch, queries_offset, parts = geometry.k_pitch, geometry.queries_offset, geometry.column_parts
+    k_pitch, queries_offset = geometry.k_pitch, geometry.queries_offset
+    parts, frags = geometry.column_parts, geometry.shared_frags
     row_stride, key_pairs = 2 * key_frags, key_frags // 2
     step_registers, ahead = step_registers_of(geometry), geometry.steps_ahead
     multiply, swizzle, advance = make_multiply(spec.dtype), make_swizzle(k_pitch), make_advance(k_pitch)
@@ -78,8 +80,8 @@ def make_multiply_keys(spec, geometry):
             x = ptx.ldmatrix_x4(advance(keys, step_columns(k)) + uint32(pair * 16 * k_pitch))
             at = here + 4 * pair
             fragments[at], fragments[at + 1], fragments[at + 2], fragments[at + 3] = x[0], x[1], x[2], x[3]
-        for j in range(parts):
-            q, at = k * parts + j, here + 4 * key_pairs + 4 * j
+        for j in range(frags):
+            q, at = k * frags + j, here + 4 * key_pairs + 4 * j
             if q >= kept:
                 x = ptx.load_shared_v4_u32(mine + uint32((q - kept) * FRAG_BYTES))
                 fragments[at], fragments[at + 1], fragments[at + 2], fragments[at + 3] = x[0], x[1], x[2], x[3]
@@ -98,7 +100,7 @@ def make_multiply_keys(spec, geometry):
         keys = uint32(tile + key * uint32(k_pitch) + (column ^ swizzle(key)))
         mine = uint32(shared + warp * uint32(rest * FRAG_BYTES) + lane * uint32(16) + uint32(queries_offset))
         if begin == 0:
-            for i in range(2 * row_stride * parts):
+            for i in range(2 * row_stride * frags):
                 s[i] = ZERO
             for k in range(min(ahead, steps)):
                 load_step(keys, mine, k, fragments)
@@ -106,8 +108,8 @@ def make_multiply_keys(spec, geometry):
             if k + ahead < steps:
                 load_step(keys, mine, k + ahead, fragments)
             here = k % (ahead + 1) * step_registers
-            for j in range(parts):
-                q, at = k * parts + j, here + 4 * key_pairs + 4 * j
+            for j in range(frags):
+                q, at = k * frags + j, here + 4 * key_pairs + 4 * j
                 if q < kept:
                     a = (queries[4 * q], queries[4 * q + 1], queries[4 * q + 2], queries[4 * q + 3])
                 else:
@@ -121,45 +123,64 @@ def make_multiply_keys(spec, geometry):
     return multiply_keys
 
 
-def make_exchange(geometry):
-    """Sums over the columns of one warp become scores.
+def make_find_fragment(geometry):
+    """``find_fragment(part, j)``: which of the shared fragments is number ``j`` in what warp ``part`` of them computes.
 
-    ``send(me, shared, parity, s)`` gives the others of the warps that share fragments what belongs to theirs, and
-    ``add(me, shared, parity, own)`` adds what they gave to ``own``, in a fixed order.  A barrier of these warps lies
-    between the two, and another one between an ``add`` and the next ``send`` of its parity.
+    Its own first, if it owns one: the first warps of those that share own a fragment each.
     """
-    parts, key_frags = geometry.column_parts, geometry.key_frags
-    exchange_offset, exchange_bytes = geometry.exchange_offset, geometry.exchange_bytes
-    num_scores = 4 * key_frags
-    warp_bytes = (parts - 1) * key_frags * FRAG_BYTES
+    frags = geometry.shared_frags
 
     @cuda.jit(device=True, forceinline=True)
-    def place_of(me, shared, parity, warp):
-        start = uint32(parity * uint32(exchange_bytes) + warp * uint32(warp_bytes) + me.lane * uint32(16))
+    def find_fragment(part, j):
+        return uint32(part + uint32(j)) % uint32(frags)
+
+    return find_fragment
+
+
+def make_exchange(geometry):
+    """Sums over the columns of one warp become scores: ``send_others``, ``send_all``, ``add``.
+
+    ``send_others(me, shared, parity, s)`` gives the owners of the other shared fragments what belongs to theirs;
+    ``send_all`` is for a warp that owns none.  ``add(me, shared, parity, own)`` adds what an owner was given to
+    ``own``, in a fixed order.  A barrier of these warps lies between the two, and another one between an ``add`` and
+    the next sending of its parity.
+    """
+    parts, frags, key_frags = geometry.column_parts, geometry.shared_frags, geometry.key_frags
+    exchange_offset, exchange_bytes = geometry.exchange_offset, geometry.exchange_bytes
+    num_scores, find_fragment = 4 * key_frags, make_find_fragment(geometry)
+    sums_bytes = key_frags * FRAG_BYTES  # of a fragment, from one warp
+
+    @cuda.jit(device=True, forceinline=True)
+    def place_of(me, shared, parity, owner, number):
+        """Where sums for the fragment of a warp lie, ``number`` of the ``parts - 1`` that it is given."""
+        start = uint32(owner * uint32(parts - 1) + number) * uint32(sums_bytes)
+        start = uint32(parity * uint32(exchange_bytes) + start + me.lane * uint32(16))
         return uint32(uint32(shared + start) + uint32(exchange_offset))
 
-    @cuda.jit(device=True, forceinline=True)
-    def send(me, shared, parity, s):
-        ptx.unroll_loops()
-        part = uint32(me.warp % uint32(parts))
-        for j in range(1, parts):
-            owner = uint32(me.warp - part + (part + uint32(j)) % uint32(parts))
-            target = place_of(me, shared, parity, owner)
-            for f in range(key_frags):
-                at = num_scores * j + 4 * f
-                ptx.store_shared_v4_f32(
-                    target + uint32(((j - 1) * key_frags + f) * FRAG_BYTES), (s[at], s[at + 1], s[at + 2], s[at + 3])
-                )
+    def make_send(first):
+        @cuda.jit(device=True, forceinline=True)
+        def send(me, shared, parity, s):
+            ptx.unroll_loops()
+            part = uint32(me.warp % uint32(parts))
+            for j in range(first, frags):
+                fragment = find_fragment(part, j)
+                number = uint32(part + uint32(parts - 1) - fragment) % uint32(parts)  # another one for each sender
+                target = place_of(me, shared, parity, uint32(me.warp - part + fragment), number)
+                for f in range(key_frags):
+                    at = num_scores * j + 4 * f
+                    ptx.store_shared_v4_f32(target + uint32(f * FRAG_BYTES), (s[at], s[at + 1], s[at + 2], s[at + 3]))
+
+        return send
 
     @cuda.jit(device=True, forceinline=True)
     def add(me, shared, parity, own):
         ptx.unroll_loops()
         if parts > 1:
-            source = place_of(me, shared, parity, me.warp)
-            for j in range(1, parts):
+            source = place_of(me, shared, parity, me.warp, uint32(0))
+            for n in range(parts - 1):
                 for f in range(key_frags):
-                    x = ptx.load_shared_v4_f32(source + uint32(((j - 1) * key_frags + f) * FRAG_BYTES))
+                    x = ptx.load_shared_v4_f32(source + uint32((n * key_frags + f) * FRAG_BYTES))
                     for i in range(4):
                         own[4 * f + i] = libdevice.fadd_rn(own[4 * f + i], x[i])
 
-    return send, add
+    return make_send(1), make_send(0), add

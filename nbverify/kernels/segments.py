@@ -21,7 +21,7 @@ STEP_START = 16  # step_schedule.py
 
 
 def make_open_segment(schedule, *, may_be_there=False):
-    """``open_segment(args, table, position, share_end, record)``: fill it.  Called by the block's first warp.
+    """``open_segment(args, table, position, share_end, record)``: fill it.  Called by one warp of the block.
 
     A block barrier has to follow, which publishes the record.  ``may_be_there``: the record may hold this segment
     already (step_schedule.py).

@@ -8,15 +8,14 @@ Two ways to share a tile among the warps of a block, both in row fragments of 16
             else have a warp more than the others: these take whole tiles in turn.  Warps that share rows are merged at
             the end of a segment.
     roles   (MLA) a row's 512 output columns do not fit beside its queries, so the work is split by kind:
-            ``row_frags`` score warps, one a fragment, keep the queries and make the weights P;
-            ``value_warps`` value warps, each with its slice of the columns for all rows, keep the outputs and also
-            fetch the keys.  P passes through shared memory.  Each key row is then read from shared memory once per 16
-            query rows for the scores, and once per 64 for the output.
+            ``score_warps`` score warps keep the queries, and the first ``row_frags`` of them, one a fragment, make the
+            weights P; ``value_warps`` value warps, each with its slice of the columns for all rows, keep the outputs
+            and also fetch the keys.  P passes through shared memory.
 
 ``choose_tiles`` in planner.py picks the shape, and its reasons stand there.
 
-Row fragments of a warp:    ``column_parts`` it multiplies keys with, one it makes weights of, ``row_frags`` it keeps
-outputs of.  Teams: the same one.  Roles: those that score warps share, one of them, and all of the tile.
+Row fragments of a warp:    ``shared_frags`` it multiplies keys with, one it makes weights of, ``row_frags`` it keeps
+outputs of.  Teams: the same one.  Roles: those that score warps share, one of them or none, and all of the tile.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ class MmaGeometry:
         raw         [raw_stages] of a key tile as the pool has it (fp8): K rows, then V rows, not padded
         weights     [2, team_keys / 16, row_frags, lanes, 4]  P as mma fragments, 32-bit pairs (roles)
         factors     [2, rows_per_tile]  float32, rescaling of a row's output by the last tile (roles)
-        flags       [2, 4]  uint32, one a score warp: some factor is not 1 (roles)
+        flags       [2, 4]  uint32, one a row fragment: some factor is not 1 (roles)
         indices     [index_slots, keys_per_tile]  uint32, pool rows of the tiles to come
         exchange    [2, row_frags, column_parts - 1, key_frags, lanes, 4]  float32, parts of scores
         states      [warps, 16, 2]  float32, (m, l) of a warp's rows (if there are several key teams)
         finals      [rows_per_tile]  float32, factors of the rows' outputs
-        queries     [score warps, query_rest, lanes, 4]  32-bit pairs: fragments for which there is no register
+        queries     [score_warps, query_rest, lanes, 4]  32-bit pairs: fragments for which there is no register
         barriers    [2 stages]  8 bytes each
         segments    [2, SEGMENT_FIELDS]  int64, this segment and the last one (kernels/segments.py)
         chunks      [warps, 8]  int64, see reduce/merge.py
@@ -68,7 +67,7 @@ class MmaGeometry:
     key_teams: int  # roles: 1
     team_keys: int
     tail_warps: int  # teams: of row_teams, the last, whose rows key_teams warps share by tiles; 0: all, by keys
-    column_parts: int  # score warps that share their fragments, each with a part of the columns; teams: 1
+    column_parts: int  # score warps that share fragments, each with a part of the columns; teams: 1
     cache_bytes: int  # of an element in the pool: 2, or 1 for fp8
     stages: int
     raw_stages: int  # fp8: tiles on their way; they are widened into the ring.  Else 0
@@ -86,7 +85,7 @@ class MmaGeometry:
     def warps(self) -> int:
         """Warps of a block."""
         if self.has_roles:
-            return self.row_frags + self.value_warps
+            return self.score_warps + self.value_warps
         return self.row_teams + (self.key_teams - 1) * self.shared_warps
 
     @property
@@ -97,7 +96,7 @@ class MmaGeometry:
     @property
     def first_fetching_warp(self) -> int:
         """The warps from here on fetch keys: of teams the last ones, which have less to multiply if any have."""
-        return self.row_frags if self.has_roles else self.warps - self.fetching_warps
+        return self.score_warps if self.has_roles else self.warps - self.fetching_warps
 
     @property
     def fetching_warps(self) -> int:
@@ -127,8 +126,13 @@ class MmaGeometry:
 
     @property
     def copy_lanes(self) -> int:
-        """Lanes that fetch a row side by side: up to 8, a line of 128 bytes."""
-        return next(n for n in (8, 4, 2, 1) if (self.k_row_bytes | self.v_row_bytes) % (16 * n) == 0)
+        """Lanes that fetch a row side by side: up to 8, a line of 128 bytes, if few are idle in the last step.
+
+        36 pieces take 5 steps of 8 lanes, 90 % in use: so 8 warps have 4 rows each of 32, instead of 4 warps 8 rows.
+        """
+        return next(
+            n for n in (8, 4, 2, 1) if all(_is_well_used(n, row) for row in (self.k_row_bytes, self.v_row_bytes))
+        )
 
     @property
     def copy_passes(self) -> int:
@@ -153,13 +157,23 @@ class MmaGeometry:
 
     @property
     def part_steps(self) -> int:
-        """The steps of one score warp, for each of its ``column_parts`` fragments."""
+        """The steps of one score warp, for each of its ``shared_frags`` fragments."""
         return self.query_steps // self.column_parts
 
     @property
     def run_steps(self) -> int:
         """Steps side by side that are one warp's: parts take turns, so that no lane's address carries (rows.py)."""
         return run_steps_of(self.column_parts)
+
+    @property
+    def shared_frags(self) -> int:
+        """Row fragments that a warp multiplies keys with."""
+        return min(self.column_parts, self.row_frags)
+
+    @property
+    def warp_queries(self) -> int:
+        """Query fragments of a warp, 16 rows x 16 columns."""
+        return self.part_steps * self.shared_frags
 
     @property
     def key_frags(self) -> int:
@@ -174,7 +188,7 @@ class MmaGeometry:
     @property
     def score_mma(self) -> int:
         """mma instructions of a warp for the scores of a tile."""
-        return self.query_steps * self.key_frags
+        return self.warp_queries * self.key_frags
 
     @property
     def value_mma(self) -> int:
@@ -185,7 +199,7 @@ class MmaGeometry:
     def all_mma(self) -> int:
         """mma instructions of a block for a tile that every row sees."""
         if self.has_roles:
-            return self.row_frags * self.score_mma + self.value_warps * self.value_mma
+            return self.score_warps * self.score_mma + self.value_warps * self.value_mma
         return self.row_teams * (self.keys_per_tile // self.team_keys) * (self.score_mma + self.value_mma)
 
     @property
@@ -308,24 +322,29 @@ class MmaGeometry:
 
     @property
     def score_warps(self) -> int:
-        """Warps that keep queries."""
-        return self.row_frags if self.has_roles else self.warps
+        """Warps that keep queries.  With roles those past ``row_frags`` only multiply, for the others."""
+        return max(self.row_frags, self.column_parts) if self.has_roles else self.warps
+
+    @property
+    def publishing_threads(self) -> int:
+        """Those that write weights, and those that read them (roles)."""
+        return (self.row_frags + self.value_warps) * WARP
 
     @property
     def query_rest(self) -> int:
-        """Query fragments of a score warp, 16 rows x 16 columns, that stay in shared memory."""
-        return self.query_steps - self.query_steps_kept
+        """Query fragments of a score warp that stay in shared memory."""
+        return self.warp_queries - self.query_steps_kept
 
     @property
     def staging_parts(self) -> int:
         """How many times the score warps pass a part of their query columns through the ring: the fewest that fit."""
-        wholes = [
-            n
-            for n in (1, 2, 3, 4, 6)
-            if self.query_steps % (n * self.column_parts * self.run_steps) == 0
-            and 2 * self.query_steps // n % self.copy_lanes == 0
-        ]
+        wholes = [n for n in (1, 2, 3, 4, 6) if self.query_steps % (n * self.column_parts * self.run_steps) == 0]
         return next((n for n in wholes if self._staging_slots_of(n) <= self.stages), 1)
+
+    @property
+    def staging_lanes(self) -> int:
+        """Lanes that fetch a part of a query row side by side: two or more, so that a pass is 16 rows at most."""
+        return next(n for n in (8, 4, 2) if 2 * self.query_steps // self.staging_parts % n == 0)
 
     @property
     def staging_pitch(self) -> int:
@@ -334,19 +353,20 @@ class MmaGeometry:
 
     @property
     def staging_warps(self) -> int:
-        """Score warps whose rows pass through one slot."""
+        """Warps whose rows pass through one slot."""
         return self.slot_bytes // (FRAG_ROWS * self.staging_pitch)
 
     @property
     def staging_slots(self) -> int:
-        """Slots of the ring that query rows pass through, 16 of each score warp."""
+        """Slots of the ring that query rows pass through: 16 of each score warp that has some, of each team's warp."""
         return self._staging_slots_of(self.staging_parts)
 
     def _staging_pitch_of(self, parts: int) -> int:
         return row_pitch(2 * self.head_dim_qk // parts)
 
     def _staging_slots_of(self, parts: int) -> int:
-        return -(-self.score_warps // (self.slot_bytes // (FRAG_ROWS * self._staging_pitch_of(parts))))
+        warps = self.row_frags if self.has_roles else self.warps
+        return -(-warps // (self.slot_bytes // (FRAG_ROWS * self._staging_pitch_of(parts))))
 
     @property
     def barriers_offset(self) -> int:
@@ -403,3 +423,9 @@ def row_pitch(width: int, slice_bytes: int = LINE_BYTES) -> int:
 def run_steps_of(column_parts: int) -> int:
     """``MmaGeometry.run_steps``: one where the number of parts divides a line's steps, else those of a line."""
     return 1 if LINE_STEPS % column_parts == 0 else LINE_STEPS
+
+
+def _is_well_used(lanes: int, row_bytes: int) -> bool:
+    """Whether of ``lanes`` lanes side by side in a row an eighth is idle at most, over its pieces of 16 bytes."""
+    pieces = row_bytes // 16
+    return 8 * pieces >= 7 * (-(-pieces // lanes) * lanes)

@@ -58,7 +58,7 @@ def make_multiply_values(spec, geometry, *, cleans=False):
     is not finite (teams).
     """
     row_frags, value_frags, key_frags = geometry.row_frags, geometry.value_frags, geometry.key_frags
-    team_keys, score_warps, find_first_key = geometry.team_keys, geometry.row_frags, make_find_first_key(geometry)
+    team_keys, score_warps, find_first_key = geometry.team_keys, geometry.score_warps, make_find_first_key(geometry)
     v_pitch, weights_offset, weights_bytes = geometry.v_pitch, geometry.weights_offset, geometry.weights_bytes
     has_roles, separate_v = geometry.has_roles, geometry.separate_v
     column_pairs, num_registers = value_frags // 2, 4 * row_frags

@@ -2,7 +2,8 @@
 
     score warp w    products of tile i, for the fragments and columns that it has a part in (scores.py), and among them
                     the weights of tile i - 1 for fragment w (two chains that do not wait for each other); P, factors
-                    and a flag of tile i - 1 to shared memory, and to other score warps their parts of the products
+                    and a flag of tile i - 1 to shared memory, and to other score warps their parts of the products.
+                    Where there are more of them than fragments, the last ones only multiply, and send what they have
     value warp v    columns of its slice, all rows: outputs of tile i - 1, and before them the fetch of a tile to come
 
 Publications   A segment of n tiles has n + 1 of them, numbered downwards: number i brings P of the tile after which i
@@ -14,15 +15,15 @@ Who waits for whom, and why that is enough
     queries read       QFREE, once a segment: the score warps arrive when their queries have left the ring, value warps
                        wait for it before they fetch into the slots where those lay
     tile there         both roles, on the ring's mbarrier ``full``, before they read the tile           (kv_ring.py)
-    READY[parity]      score warps arrive when a publication is written, value warps wait for it
+    READY[parity]      score warps that have a fragment arrive when a publication is written, value warps wait for it
     DONE[parity]       value warps arrive when a publication is read, if there is another in its place (and twice at the
                        start: both places are free); score warps wait for it before they write to the place.  All of
                        them come to it in each round, so it is their barrier as well: after it each adds what the
                        others sent it in the round before, and what was sent two rounds ago, where they now send
                        again, has been added by all
     tile free          value warps fetch into the slot of tile i - 1 when they have come to READY of tile i: that
-                       barrier waits for all of them, so all have read that tile's V, and the score warps had read its K
-                       before they published its P
+                       barrier waits for all of them, so all have read that tile's V; and all score warps had read the K
+                       of tile i before DONE of the round in which its P is published
 Each named barrier is used again only when its last phase is over: a score warp arrives at READY of number i - 2 after
 it waited at DONE of number i, for which all value warps must have passed READY of number i; a value warp arrives at
 DONE of number i - 2 after READY of it, for which all score warps must have passed DONE of number i.  A segment leaves
@@ -45,7 +46,7 @@ from nbverify.kernels.walk_values import make_walk_values
 
 def make_walk(spec, geometry, schedule, ring):
     """``walk_share(me, args, shared, table, position, share_end)``: all segments of the block's share."""
-    score_warps = geometry.row_frags
+    score_warps = geometry.score_warps
     first_record = geometry.segments_offset
     open_segment = make_open_segment(schedule, may_be_there=spec.schedule == "step")
     walk_scores, walk_values = make_walk_scores(spec, geometry, ring), make_walk_values(spec, geometry, ring)

@@ -10,6 +10,7 @@ from nbverify.kernels.queries import make_load_queries
 from nbverify.kernels.scores import make_exchange, make_multiply_keys, step_registers_of
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
+from nbverify.kernels.threads import uniform
 from nbverify.kernels.tiles import FRAG_ROWS
 from nbverify.kernels.weights import (
     ONE,
@@ -24,15 +25,17 @@ from nbverify.kernels.weights import (
 def make_walk_scores(spec, geometry, ring):
     """``walk_scores(me, args, shared, record, turn)``, from turn ``turn`` of the ring; gives its turn then."""
     keys_per_tile, threads, key_frags = geometry.keys_per_tile, geometry.threads, geometry.key_frags
-    parts, num_queries = geometry.column_parts, max(1, 4 * geometry.query_steps_kept)
+    publishing = geometry.publishing_threads
+    parts, frags, num_queries = geometry.column_parts, geometry.shared_frags, max(1, 4 * geometry.query_steps_kept)
     num_fragments = (geometry.steps_ahead + 1) * step_registers_of(geometry)
     num_scores, num_weights, group = 4 * key_frags, 2 * key_frags, spec.group
-    num_products = parts * num_scores
+    num_products, steps = frags * num_scores, geometry.part_steps
+    has_helpers, has_groups = parts > frags, geometry.row_frags > frags
     always_checked = checks_every_tile(spec)
     wait_full, next_turn, tile_address = ring.wait_full, ring.next_turn, ring.tile_address
     request_queries, load_queries = make_load_queries(spec, geometry)
     multiply_keys = make_multiply_keys(spec, geometry)
-    send, add = make_exchange(geometry)
+    send_others, send_all, add = make_exchange(geometry)
     weighing = make_weigh(spec, geometry)
     scale, weigh_alone = weighing[0], make_weigh_alone(geometry, weighing)
     publish_weights, prefetch_mask = make_publish_weights(geometry), make_prefetch_mask(spec, FRAG_ROWS)
@@ -44,7 +47,6 @@ def make_walk_scores(spec, geometry, ring):
     def walk_rows(me, args, shared, record, turn):
         ptx.unroll_loops()
         segment, first_row = load_segment(record), int32(me.warp) * int32(FRAG_ROWS)
-        first_tile, end_tile = int32(segment.first_tile), int32(segment.end_tile)
         first_checked = int32(0)  # tiles from here on hide keys from some row, or may do so
         if not always_checked:
             first_checked = int32(uint32(segment.request.prefix_len) // uint32(keys_per_tile))
@@ -58,7 +60,33 @@ def make_walk_scores(spec, geometry, ring):
             prefetch_mask(args, mask_start, segment.request, head_row, me.lane)
         load_queries(me, args, shared, record, turn, first_row, queries)
         ptx.barrier_arrive(uint32(QFREE), uint32(threads))
+        if has_helpers and me.warp >= uint32(frags):
+            return multiply_for_others(me, shared, record, turn, queries)
+        return multiply_and_weigh_rows(me, args, shared, record, turn, first_row, first_checked, queries)
 
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_for_others(me, shared, record, turn, queries):
+        """The tiles of a warp that owns no rows: its columns of the products, for those that do."""
+        ptx.unroll_loops()
+        fragments, s = cuda.local.array(num_fragments, uint32), cuda.local.array(num_products, float32)
+        segment = load_segment(record)
+        left = uniform(int32(int32(segment.end_tile) - int32(segment.first_tile)))
+        while left > 0:
+            parity = uint32(left) & uint32(1)
+            wait_full(shared, turn)
+            ptx.barrier_sync(uint32(DONE) + parity, uint32(threads))
+            multiply_keys(me, shared, tile_address(shared, turn), queries, fragments, s, 0, steps)
+            send_all(me, shared, parity, s)
+            turn, left = next_turn(turn), int32(left - 1)
+        ptx.barrier_sync(uint32(DONE), uint32(threads))
+        return turn
+
+    @cuda.jit(device=True, forceinline=True)
+    def multiply_and_weigh_rows(me, args, shared, record, turn, first_row, first_checked, queries):
+        """The tiles of a warp that owns rows: the products of each, and the weights of the one before."""
+        ptx.unroll_loops()
+        segment = load_segment(record)
+        first_tile, end_tile = int32(segment.first_tile), int32(segment.end_tile)
         fragments = cuda.local.array(num_fragments, uint32)
         own, s = cuda.local.array(num_scores, float32), cuda.local.array(num_products, float32)
         p, factors = cuda.local.array(num_weights, uint32), cuda.local.array(ROWS_PER_LANE, float32)
@@ -80,8 +108,8 @@ def make_walk_scores(spec, geometry, ring):
             operands = me, shared, tile_address(shared, turn), queries, fragments, s
             raised = multiply_and_weigh(operands, own, (maxima, sums), factors, p)
             publish_weights(me, shared, parity, raised, factors, p)
-            ptx.barrier_arrive(uint32(READY) + parity, uint32(threads))
-            send(me, shared, parity, s)
+            ptx.barrier_arrive(uint32(READY) + parity, uint32(publishing))
+            send_others(me, shared, parity, s)
             for i in range(num_scores):
                 own[i] = s[i]
             turn, tile = next_turn(turn), int32(tile + 1)
@@ -92,7 +120,7 @@ def make_walk_scores(spec, geometry, ring):
         scale(me, args, record, first_row, int32((end_tile - 1) * keys_per_tile), checked, own)
         raised = weigh_alone(own, (maxima, sums), factors, p)
         publish_weights(me, shared, uint32(0), raised, factors, p)
-        ptx.barrier_arrive(uint32(READY), uint32(threads))
+        ptx.barrier_arrive(uint32(READY), uint32(publishing))
         finish_rows(me, args, shared, record, maxima, sums)
         return turn
 
@@ -114,7 +142,7 @@ def make_walk_scores(spec, geometry, ring):
             ptx.barrier_sync(uint32(DONE) + parity, uint32(threads))
             if left >= tiles - 1:
                 publish_weights(me, shared, parity, False, factors, p)
-            ptx.barrier_arrive(uint32(READY) + parity, uint32(threads))
+            ptx.barrier_arrive(uint32(READY) + parity, uint32(publishing))
             if left > 0:
                 turn = next_turn(turn)
             left = int32(left - 1)
@@ -123,8 +151,8 @@ def make_walk_scores(spec, geometry, ring):
     @cuda.jit(device=True, forceinline=True)
     def walk_scores(me, args, shared, record, turn):
         segment = load_segment(record)
-        first_row = int32(me.warp // uint32(parts)) * int32(parts * FRAG_ROWS)  # of the warps that share fragments
-        if segment.first_row + first_row < segment.request.num_nodes * group:
+        first_row = int32(me.warp // uint32(parts)) * int32(frags * FRAG_ROWS)  # of the warps that share fragments
+        if not has_groups or segment.first_row + first_row < segment.request.num_nodes * group:
             return walk_rows(me, args, shared, record, turn)
         return walk_nothing(me, shared, record, turn)
 

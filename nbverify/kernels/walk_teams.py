@@ -15,7 +15,7 @@ All branches around barriers, shuffles and mma are the same for the whole warp.
 from numba import cuda, float32, int32, int64, uint32
 
 from nbverify.kernels import ptx
-from nbverify.kernels.geometry import SEGMENT_FIELDS, WARP
+from nbverify.kernels.geometry import SEGMENT_FIELDS
 from nbverify.kernels.masking import checks_every_tile, make_mask, make_prefetch_mask
 from nbverify.kernels.outputs import make_finish_rows, make_join_teams, make_write_outputs
 from nbverify.kernels.queries import make_load_queries
@@ -29,21 +29,23 @@ from nbverify.kernels.weights import ROWS_PER_LANE
 
 def make_walk(spec, geometry, schedule, ring):
     """``walk_share(me, args, shared, table, position, share_end)``: all segments of the block's share."""
-    first_record = geometry.segments_offset
+    first_record, last_warp = geometry.segments_offset, geometry.warps - 1
     open_segment = make_open_segment(schedule, may_be_there=spec.schedule == "step")
     walk_segment = _make_walk_segment(spec, geometry, ring)
 
     @cuda.jit(device=True, forceinline=True)
     def walk_share(me, args, shared, table, position, share_end):
         turn, offset = int32(0), uint32(first_record)
+        opener = uint32(0)  # the last warp looks up what is merged first, meanwhile
         while position < share_end:
             record = ptx.shared_int64(shared + offset, SEGMENT_FIELDS)
-            if cuda.threadIdx.x < WARP:
+            if me.warp == opener:
                 open_segment(args, table, position, share_end, record)
             cuda.syncthreads()  # publishes the record; nobody uses the other one, or the ring, any more
             turn = walk_segment(me, args, shared, record, turn)
             position = int32(record[NEXT_POSITION])
             offset = uint32(uint32(2 * first_record + RECORD_BYTES) - offset)  # the other one
+            opener = uint32(last_warp)  # it has the least to do at the end
 
     return walk_share
 

@@ -19,6 +19,7 @@ def make_walk_values(spec, geometry, ring):
     ``offset`` is where the segment's record lies in shared memory.
     """
     stages, v_offset, threads = geometry.stages, geometry.v_offset, geometry.threads
+    publishing = geometry.publishing_threads
     keys_per_tile, num_outputs = geometry.keys_per_tile, 4 * geometry.row_frags * geometry.value_frags
     before_queries = stages - geometry.staging_slots  # tiles that go to slots where no queries are
     always_checked = checks_every_tile(spec)
@@ -58,13 +59,13 @@ def make_walk_values(spec, geometry, ring):
         segment = load_segment(record)
         left = uniform(int32(int32(segment.end_tile) - int32(segment.first_tile)))
         parity = uint32(left) & uint32(1)
-        ptx.barrier_sync(uint32(READY) + parity, uint32(threads))  # the empty publication
+        ptx.barrier_sync(uint32(READY) + parity, uint32(publishing))  # the empty publication
         if left >= 2:
             ptx.barrier_arrive(uint32(DONE) + parity, uint32(threads))
         while left > 0:
             parity = uint32(left - 1) & uint32(1)
             wait_full(shared, turn)
-            ptx.barrier_sync(uint32(READY) + parity, uint32(threads))
+            ptx.barrier_sync(uint32(READY) + parity, uint32(publishing))
             here, base = find_place_again(), ptx.opaque_u32(shared)
             record = ptx.shared_int64(base + offset, SEGMENT_FIELDS)
             segment = load_segment(record)

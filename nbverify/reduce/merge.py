@@ -107,7 +107,7 @@ def make_merge(spec, geometry, schedule):
     most_shift = (parts & -parts).bit_length() - 1  # how often 2 divides it
     output_bytes, state_bytes = 4 * rows_per_tile * head_dim_v, 8 * rows_per_tile
     unit_states = schedule.unit_states
-    narrow = make_narrow(spec.dtype)
+    narrow, add_runs = make_narrow(spec.dtype), make_add_runs(spec.kernel)
 
     @cuda.jit(device=True, forceinline=True)
     def add_run(args, chunk, lane, run, sums):
@@ -268,22 +268,38 @@ def sync_group(share):
         cuda.syncwarp()
 
 
-@cuda.jit(device=True, forceinline=True)
-def add_runs(scratch, num_runs, lane, sums):
-    """``sums`` = a lane's columns of all runs, in order; gives (m, l).  One warp; lane r has the state of run r."""
-    ptx.keep_loops()  # run once a chunk: fetching an unrolled one's code takes longer than what it does
-    mine = uint32(scratch + uint32(lane) * uint32(MERGE_RUN_BYTES) + uint32(4 * MERGE_COLUMNS))
-    m, t = NEG_INF, ZERO
-    if lane < num_runs:
-        m, t = ptx.load_shared_f32(mine), ptx.load_shared_f32(mine + uint32(4))
-    maximum = warp_max(m)
-    w = weight(m, maximum)
-    place = uint32(scratch + uint32(16 * lane))
-    clear(sums)
-    for run in range(num_runs):
-        add_weighted(sums, cuda.shfl_sync(uint32(FULL_WARP), w, run), ptx.load_shared_v4_f32(place))
-        place = uint32(place + uint32(MERGE_RUN_BYTES))
-    return maximum, warp_sum(libdevice.fmul_rn(w, t))
+def make_add_runs(kernel):
+    """``add_runs(scratch, num_runs, lane, sums)``: ``sums`` = a lane's columns of all runs, in order; gives (m, l).
+
+    One warp; lane r has the state of run r.  It runs once a chunk, and fetching an unrolled loop takes longer than what
+    it does.  But in the plain kernel, whose loops have no hints, the assembler then gives the others more registers
+    than they need, and it takes 842 us instead of 605 (1 x 8 x 8 at 32k): there it is unrolled.
+    """
+    is_kept = kernel == "mma"
+    hint = ptx.keep_loops if is_kept else ptx.unroll_loops
+
+    @cuda.jit(device=True, forceinline=True)
+    def turns_of(num_runs):
+        return num_runs if is_kept else int32(MERGE_RUNS)
+
+    @cuda.jit(device=True, forceinline=True)
+    def add_runs(scratch, num_runs, lane, sums):
+        hint()
+        mine = uint32(scratch + uint32(lane) * uint32(MERGE_RUN_BYTES) + uint32(4 * MERGE_COLUMNS))
+        m, t = NEG_INF, ZERO
+        if lane < num_runs:
+            m, t = ptx.load_shared_f32(mine), ptx.load_shared_f32(mine + uint32(4))
+        maximum = warp_max(m)
+        w = weight(m, maximum)
+        place = uint32(scratch + uint32(16 * lane))
+        clear(sums)
+        for run in range(turns_of(num_runs)):
+            if is_kept or run < num_runs:
+                add_weighted(sums, cuda.shfl_sync(uint32(FULL_WARP), w, run), ptx.load_shared_v4_f32(place))
+            place = uint32(place + uint32(MERGE_RUN_BYTES))
+        return maximum, warp_sum(libdevice.fmul_rn(w, t))
+
+    return add_runs
 
 
 @cuda.jit(device=True, forceinline=True)

@@ -53,7 +53,7 @@ def test_a_tile_reads_each_operand_from_shared_memory_once_a_warp(configuration)
     rest_bytes = 16 * 32 * tiles.query_rest
     if tiles.has_roles:
         p_bytes = 2 * tiles.rows_per_tile * tiles.keys_per_tile
-        through = tiles.row_frags * (k_bytes // tiles.column_parts + rest_bytes) + v_bytes
+        through = tiles.score_warps * (k_bytes // tiles.column_parts + rest_bytes) + v_bytes
         through += p_bytes * (1 + tiles.value_warps)
         through += 2 * 4 * tiles.rows_per_tile * tiles.keys_per_tile * (tiles.column_parts - 1)
     else:
@@ -69,7 +69,7 @@ def test_a_tile_reads_each_operand_from_shared_memory_once_a_warp(configuration)
 def test_fragments_without_rows_multiply_no_scores(configuration):
     """But for those that share warps with one that has rows."""
     tiles = configuration.tiles
-    most, shared = tiles.rows_per_tile // 16, tiles.column_parts
+    most, shared = tiles.rows_per_tile // 16, min(tiles.column_parts, tiles.row_frags)
     one, full = counts_of(tiles, 1), counts_of(tiles, most)
     assert full == counts_of(tiles) == counts_of(tiles, most + 1)
     parts_of_tile = tiles.keys_per_tile // tiles.team_keys
@@ -77,8 +77,8 @@ def test_fragments_without_rows_multiply_no_scores(configuration):
     for frags in range(1, most + 1):
         assert full.mma - counts_of(tiles, frags).mma == (most - -(-frags // shared) * shared) * a_fragment
     if tiles.has_roles:
-        of_a_warp = tiles.team_keys * 2 * tiles.head_dim_qk // shared + 512 * tiles.query_rest
-        of_a_warp += 2 * (shared - 1) * 4 * 16 * tiles.team_keys  # exchanged
+        of_a_warp = tiles.team_keys * 2 * tiles.head_dim_qk // tiles.column_parts + 512 * tiles.query_rest
+        of_a_warp += 2 * (tiles.column_parts - 1) * 4 * 16 * tiles.team_keys  # exchanged
         assert full.shared_bytes - one.shared_bytes == (most - shared) * of_a_warp
 
 
@@ -106,11 +106,11 @@ def test_copies_by_hand():
     assert (tiles.query_rest, tiles.copy_lanes, tiles.copy_passes) == (20, 8, 1)
     assert copy_counts(tiles, 2, 1) == {"row copies": 36 + 2 * 9, "16-byte shared loads": 20 + 8 + 2}
     assert copy_counts(tiles, 5, 1)["row copies"] == 36 + 5 * 9
-    # Grouped queries, fp8: a row of K and one of V are 128 bytes; two fetches of two passes, each widens both; one load
-    # looks for values that are not finite.
+    # Grouped queries, fp8: a row of K and one of V are 128 bytes; two fetches of two passes, each widens both, with two
+    # loads, the second ahead; one load looks for values that are not finite.
     tiles = choose_tiles(SPECS["gqa128-fp8"]["gqa128-fp8-8"], limits_of((9, 0)))
     assert (tiles.query_rest, tiles.copy_passes, tiles.staging_parts) == (0, 2, 1)
-    assert copy_counts(tiles, 6, 3) == {"row copies": 8 + 6 * 2, "16-byte shared loads": 2 * 2 * 2 + 1}
+    assert copy_counts(tiles, 6, 3) == {"row copies": 8 + 6 * 2, "16-byte shared loads": 2 * 2 * 2 * 2 + 1}
 
 
 def test_copies_are_found_in_ptx():

@@ -71,8 +71,9 @@ def regions_of(tile):
     pitches += pitch_by_hand(v_width, 64) if v_width else 0
     ring = tile.stages * keys * pitches
     raw = tile.raw_stages * keys * (tile.head_dim_qk + v_width)
-    score_warps = tile.row_frags if roles else tile.warps
-    steps_left = tile.head_dim_qk // 16 - tile.query_steps_kept
+    score_warps = max(tile.row_frags, tile.column_parts) if roles else tile.warps
+    shared = min(tile.row_frags, tile.column_parts)  # row fragments that a warp multiplies
+    steps_left = tile.head_dim_qk // 16 // tile.column_parts * shared - tile.query_steps_kept
     slots = tile.raw_stages or tile.stages  # of indices
     exchanged = tile.row_frags * (tile.column_parts - 1) * (tile.team_keys // 8) * LANES * 4 * 4
     chunks = 8 * 8 * tile.warps
@@ -119,21 +120,31 @@ def layout_problems(tile):
 
     # Rows are fetched in whole passes of a warp, by lanes side by side; all rows of a tile by somebody.
     per_pass = LANES // lanes
+    # 16 bytes a lane; in the last step of a row one lane in eight may have nothing to do.
+    idle = {n: -(-n // (CHUNK * lanes)) * CHUNK * lanes - n for n in raw_rows}
     columns = tile.head_dim_qk // tile.staging_parts  # of the queries, at a time
     checks = {
-        f"{lanes} lanes for rows of {raw_rows} bytes": all(n % (CHUNK * lanes) == 0 for n in raw_rows),
+        f"{lanes} lanes for rows of {raw_rows} bytes": all(8 * rest <= rest + n for n, rest in idle.items()),
+        f"rows of {raw_rows} bytes in pieces": all(n % CHUNK == 0 for n in raw_rows),
         f"{tile.copy_passes} passes": tile.copied_rows == per_pass * tile.copy_passes,
         f"{tile.copied_rows} rows a warp": tile.copied_rows * tile.fetching_warps >= tile.keys_per_tile,
         f"{tile.staging_parts} parts of the queries": tile.query_steps % (tile.staging_parts * tile.column_parts) == 0,
-        f"{tile.column_parts} column parts of {tile.row_frags} fragments": tile.row_frags % tile.column_parts == 0,
+        # One group of warps for all fragments, or groups of as many warps as fragments.
+        f"{tile.column_parts} column parts of {tile.row_frags} fragments": (
+            tile.row_frags <= tile.column_parts or tile.row_frags % tile.column_parts == 0
+        ),
         f"{tile.row_frags} fragments without roles": tile.has_roles or tile.row_frags == 1,
         f"{tile.part_steps} steps of a part": tile.part_steps * tile.column_parts == tile.query_steps,
         f"{tile.part_steps} steps in runs of {tile.run_steps}": tile.part_steps % tile.run_steps == 0,
         f"{tile.column_parts} column parts without roles": tile.has_roles or tile.column_parts == 1,
-        f"{lanes} lanes for {columns} columns": columns % 16 == 0 and 2 * columns % (CHUNK * lanes) == 0,
+        f"{tile.staging_lanes} lanes for {columns} columns": (
+            tile.staging_lanes >= 2 and columns % 16 == 0 and 2 * columns % (CHUNK * tile.staging_lanes) == 0
+        ),
         f"{columns} columns at a pitch of {tile.staging_pitch}": 2 * columns <= tile.staging_pitch,
         "query rows leave their slot": tile.staging_warps * 16 * tile.staging_pitch <= slot,
-        f"{tile.staging_slots} slots for queries": tile.staging_slots * tile.staging_warps >= tile.score_warps,
+        f"{tile.staging_slots} slots for queries": (
+            tile.staging_slots * tile.staging_warps >= (tile.row_frags if tile.has_roles else tile.warps)
+        ),
         f"{tile.staging_slots} slots for queries, of {tile.stages}": tile.staging_slots <= tile.stages,
         f"{tile.team_merge_bytes} bytes of teams": tile.team_merge_bytes <= tile.stages * slot,
         # The ring: one tile multiplied, one weighted, one that is on its way or is widened.
@@ -222,10 +233,12 @@ def test_more_shared_memory_never_serves_less():
 
 def test_queries_pass_in_parts_where_the_ring_is_small():
     """This file and others rely on it: a whole row of four score warps has no room in three slots of 16 keys."""
-    for kv_dtype, small, parts in ((None, (8, 6), 3), (None, (12, 0), 3), (FP8, (8, 0), 3), (FP8, (12, 0), 1)):
+    for kv_dtype, small, stages, parts, fragments in (
+        (None, (8, 6), 3, 3, 4), (None, (12, 0), 3, 3, 4), (FP8, (8, 0), 4, 1, 4), (FP8, (12, 0), 3, 1, 2),
+    ):  # fmt: skip
         tile = geometry_for(spec_of(SERVED["mla-576-512"], heads=8, max_nodes=8, kv_dtype=kv_dtype), small)
-        assert (tile.stages, tile.keys_per_tile, tile.staging_parts) == (3, 16, parts)
-        assert tile.row_frags == (4 if parts == 3 else 2), "else there is room for fewer rows only"
+        assert (tile.stages, tile.keys_per_tile, tile.staging_parts) == (stages, 16, parts)
+        assert tile.row_frags == fragments, "else there is room for fewer rows only"
         assert geometry_for(spec_of(SERVED["mla-576-512"], heads=8, max_nodes=8, kv_dtype=kv_dtype)).staging_parts == 1
 
 
@@ -242,9 +255,9 @@ def parts_of(fragments, head_dim_qk):
 
 
 def test_score_warps_share_their_fragments():
-    """Two and two of four, three of three; alone where the columns do not divide."""
-    assert [parts_of(fragments, 576) for fragments in (1, 2, 3, 4)] == [1, 2, 3, 2]
-    assert [parts_of(fragments, 544) for fragments in (1, 2, 3, 4)] == [1, 2, 1, 2]  # 34 steps: halves, no thirds
+    """Two and two of four, three of three, four of one or two; alone where the columns do not divide."""
+    assert [parts_of(fragments, 576) for fragments in (1, 2, 3, 4)] == [4, 4, 3, 2]
+    assert [parts_of(fragments, 544) for fragments in (1, 2, 3, 4)] == [2, 2, 1, 2]  # 34 steps: halves, no thirds
     assert [parts_of(fragments, 272) for fragments in (1, 2, 3, 4)] == [1, 1, 1, 1]  # 17 steps
     # Thirds are runs of four steps, a line: 18 steps are three times six, but not whole runs.
     assert [parts_of(3, columns) for columns in (288, 384, 480, 576)] == [1, 3, 1, 3]
@@ -256,7 +269,7 @@ def test_every_step_of_the_scores_is_one_part_s():
     for fragments in (1, 2, 3, 4):
         tile = geometry_for(spec_of(SERVED["mla-576-512"], heads=16, max_nodes=fragments))
         parts, run = tile.column_parts, tile.run_steps
-        assert run == {1: 1, 2: 1, 3: 4}[parts]
+        assert run == {2: 1, 3: 4, 4: 1}[parts]
         steps = [part * run + k // run * parts * run + k % run for part in range(parts) for k in range(tile.part_steps)]
         assert sorted(steps) == list(range(36))
         assert tile.exchange_bytes == fragments * (parts - 1) * tile.team_keys // 8 * FRAGMENT

@@ -338,9 +338,9 @@ def permute(args):
 
 
 def permute_arrays(rng):
-    """Random bytes out of random words; of the selector only the low 16 bits count."""
-    nibbles = rng.integers(0, 8, (256, 4))
-    nibbles[:8] = np.arange(8)[:, None]
+    """Random bytes, or their signs, out of random words; of the selector only the low 16 bits count."""
+    nibbles = rng.integers(0, 16, (256, 4))
+    nibbles[:16] = np.arange(16)[:, None]
     selector = (nibbles << 4 * np.arange(4)).sum(1) | rng.integers(0, 1 << 16, 256) << 16
     words = {name: rng.integers(0, 1 << 32, 256, dtype=np.uint32) for name in ("low", "high")}
     return {**words, "selector": selector.astype(np.uint32), "out": np.zeros(256, np.uint32)}
@@ -349,7 +349,8 @@ def permute_arrays(rng):
 def check_permute(before, after):
     eight = np.stack([before["low"], before["high"]], 1).view(np.uint8)
     for i, selector in enumerate(before["selector"].tolist()):
-        want = [eight[i, selector >> 4 * k & 7] for k in range(4)]
+        nibbles = [selector >> 4 * k & 15 for k in range(4)]
+        want = [0xFF * (eight[i, n - 8] >> 7) if n >= 8 else eight[i, n] for n in nibbles]
         assert after["out"][i : i + 1].view(np.uint8).tolist() == want
 
 
@@ -389,40 +390,47 @@ def check_products(before, after):
 
 
 def widening_case(dtype):
-    """Every byte at each of the four places of a word, beside others, of which some are NaN."""
-    widen = formats.make_widen_e4m3x4(dtype)
+    """Every byte at each of the sixteen places, beside others, of which some are NaN; and sixteen without a NaN."""
+    widen = formats.make_widen_e4m3x16(dtype)
     plain = formats.fp8_e4m3_to_float32
 
     def widen_words(args):
         i = cuda.threadIdx.x
-        args.first[i], args.last[i] = widen(args.words[i])
-        args.plain[i] = plain(args.words[i])
+        words, pairs = args.words, args.pairs
+        first, second = widen((words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]))
+        for n in range(4):
+            pairs[8 * i + n], pairs[8 * i + 4 + n] = first[n], second[n]
+        if i < 256:
+            args.plain[i] = plain(words[4 * i])
 
     def arrays(rng):
         order = np.arange(256)
-        steps = (0, 85, 127, 200)  # 127 after 0 and so on: a NaN has neighbours that are none, and one that is
-        four = np.stack([(order + step) % 256 for step in steps], 1).astype(np.uint8)
+        # Past byte 127 and 255 comes 0: a NaN has neighbours that are none, and one that is.
+        steps = (0, 85, 127, 200, *rng.integers(0, 256, 11), 128)
+        sixteen = np.stack([(order + step) % 256 for step in steps], 1)
+        healthy = rng.permutation(np.delete(order, [0x7F, 0xFF]).repeat(9)[: 128 * 16]).reshape(128, 16)
         return {
-            "words": four.view(np.uint32).reshape(-1),
-            "first": np.zeros(256, np.uint32),
-            "last": np.zeros(256, np.uint32),
+            "words": np.concatenate([sixteen, healthy]).astype(np.uint8).view(np.uint32).reshape(-1),
+            "pairs": np.zeros(384 * 8, np.uint32),
             "plain": np.zeros(256, np.float32),
         }
 
     def check(before, after):
         target = {"bfloat16": BF16, "float16": F16}[dtype]
-        got = np.stack([after["first"], after["last"]], 1).view(np.uint16).reshape(256, 4)
-        four = before["words"].view(np.uint8).reshape(256, 4)
+        got = after["pairs"].view(np.uint16).reshape(384, 16)
+        sixteen = before["words"].view(np.uint8).reshape(384, 16)
         # The values of the plain kernel's conversion, by byte: in word i the lowest byte is i.
         values = after["plain"]
         np.testing.assert_array_equal(values, np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32))
-        want = values.astype(target).view(np.uint16)[four]
-        is_nan = (four & 0x7F) == 0x7F
+        want = values.astype(target).view(np.uint16)[sixteen]
+        is_nan = (sixteen & 0x7F) == 0x7F
+        assert is_nan[:256].any(1).all() or is_nan[:256].any(0).all()
+        assert not is_nan[256:].any()
         np.testing.assert_array_equal(got[~is_nan], want[~is_nan])
         assert (got[is_nan] & 0x7FFF == CANONICAL_NAN).all()
 
     name = {"bfloat16": "fma.rn.bf16x2", "float16": "mul.rn.f16x2"}[dtype]
-    return Case(f"widen {dtype}", widen_words, arrays, check, {name: 2, "prmt.b32": 4}, threads=256)
+    return Case(f"widen {dtype}", widen_words, arrays, check, {name: 8, "prmt.b32": 16}, threads=384)
 
 
 # ----------------------------------------------------------------------------------------------------- loads and stores
