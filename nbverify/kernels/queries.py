@@ -48,7 +48,7 @@ def make_load_queries(spec, geometry):
     """
     steps, kept, rest = geometry.query_steps, geometry.query_steps_kept, geometry.query_rest
     stages, slot_bytes, pitch = geometry.stages, geometry.slot_bytes, geometry.staging_pitch
-    first_slot, warps_per_slot = stages - geometry.staging_slots, geometry.staging_warps
+    first_slot, warps_per_slot, threads = stages - geometry.staging_slots, geometry.staging_warps, geometry.threads
     steps_per_pass, parts, frags = steps // geometry.staging_parts, geometry.column_parts, geometry.shared_frags
     queries_offset, lanes, has_helpers = geometry.queries_offset, geometry.staging_lanes, parts > frags
     rows_per_pass, copies = WARP // lanes, STEP_BYTES * steps_per_pass // (CHUNK_BYTES * lanes)
@@ -63,10 +63,10 @@ def make_load_queries(spec, geometry):
         return uint32(shared + slot * uint32(slot_bytes) + place)
 
     @cuda.jit(device=True, forceinline=True)
-    def sync_readers(me):
-        """The warps that share fragments."""
+    def sync_readers(number):
+        """The warps that share fragments, for time ``number`` in this segment."""
         if parts > 1:
-            ptx.barrier_sync(uint32(uint32(QUERIES) + me.warp // uint32(parts)), uint32(parts * WARP))
+            ptx.barrier_sync(uint32(QUERIES + number), uint32(threads))
         else:
             cuda.syncwarp()
 
@@ -105,10 +105,10 @@ def make_load_queries(spec, geometry):
         mine = uint32(shared + me.warp * uint32(rest * FRAG_BYTES) + me.lane * uint32(16) + uint32(queries_offset))
         for first_step in range(0, steps, steps_per_pass):
             if first_step > 0:
-                sync_readers(me)  # the part before has been read
+                sync_readers(2 * (first_step // steps_per_pass) - 1)  # the part before has been read
                 copy_part(me, args, shared, record, turn, first_row, first_step)
             ptx.cp_async_wait(NONE_PENDING)
-            sync_readers(me)  # publishes the rows to them
+            sync_readers(2 * (first_step // steps_per_pass))  # publishes the rows to them
             for j in range(frags):
                 owner = uint32(me.warp - part + find_fragment(part, j))
                 fragment = uint32(waiting_rows(shared, turn, owner) + place)
@@ -123,3 +123,16 @@ def make_load_queries(spec, geometry):
                         ptx.store_shared_v4_u32(mine + uint32((q - kept) * FRAG_BYTES), x)
 
     return request, load_queries
+
+
+def make_skip_queries(geometry):
+    """``skip_queries()``: once a segment, for warps with roles that load none: they arrive where those that do wait."""
+    barriers, threads = geometry.query_barriers, geometry.threads
+
+    @cuda.jit(device=True, forceinline=True)
+    def skip_queries():
+        ptx.unroll_loops()
+        for number in range(barriers):
+            ptx.barrier_arrive(uint32(QUERIES + number), uint32(threads))
+
+    return skip_queries

@@ -326,11 +326,6 @@ class MmaGeometry:
         return max(self.row_frags, self.column_parts) if self.has_roles else self.warps
 
     @property
-    def publishing_threads(self) -> int:
-        """Those that write weights, and those that read them (roles)."""
-        return (self.row_frags + self.value_warps) * WARP
-
-    @property
     def query_rest(self) -> int:
         """Query fragments of a score warp that stay in shared memory."""
         return self.warp_queries - self.query_steps_kept
@@ -338,8 +333,13 @@ class MmaGeometry:
     @property
     def staging_parts(self) -> int:
         """How many times the score warps pass a part of their query columns through the ring: the fewest that fit."""
-        wholes = [n for n in (1, 2, 3, 4, 6) if self.query_steps % (n * self.column_parts * self.run_steps) == 0]
+        wholes = [n for n in (1, 2, 3, 4) if self.query_steps % (n * self.column_parts * self.run_steps) == 0]
         return next((n for n in wholes if self._staging_slots_of(n) <= self.stages), 1)
+
+    @property
+    def query_barriers(self) -> int:
+        """Barriers for queries in a segment: a part is there for all who share it, and, before the next, it is read."""
+        return 2 * self.staging_parts - 1 if self.column_parts > 1 else 0
 
     @property
     def staging_lanes(self) -> int:

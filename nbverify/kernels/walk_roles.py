@@ -11,19 +11,21 @@ Publications   A segment of n tiles has n + 1 of them, numbered downwards: numbe
                in one of two places, by the parity of its number.
 
 Who waits for whom, and why that is enough
-    queries there      named barriers from QUERIES on, once a segment: warps that share fragments read each other's rows
+    queries there      named barriers from QUERIES on, each once a segment: score warps read the query rows of those
+                       that they share fragments with; all others arrive at each, at once
     queries read       QFREE, once a segment: the score warps arrive when their queries have left the ring, value warps
                        wait for it before they fetch into the slots where those lay
     tile there         both roles, on the ring's mbarrier ``full``, before they read the tile           (kv_ring.py)
-    READY[parity]      score warps that have a fragment arrive when a publication is written, value warps wait for it
+    READY[parity]      score warps arrive when a publication is written, or, if they write none, when they may come to
+                       the next: after DONE of it; value warps wait for it
     DONE[parity]       value warps arrive when a publication is read, if there is another in its place (and twice at the
                        start: both places are free); score warps wait for it before they write to the place.  All of
                        them come to it in each round, so it is their barrier as well: after it each adds what the
                        others sent it in the round before, and what was sent two rounds ago, where they now send
                        again, has been added by all
     tile free          value warps fetch into the slot of tile i - 1 when they have come to READY of tile i: that
-                       barrier waits for all of them, so all have read that tile's V; and all score warps had read the K
-                       of tile i before DONE of the round in which its P is published
+                       barrier waits for all of them, so all have read that tile's V, and the score warps had read its K
+                       before DONE of the round in which its P is published
 Each named barrier is used again only when its last phase is over: a score warp arrives at READY of number i - 2 after
 it waited at DONE of number i, for which all value warps must have passed READY of number i; a value warp arrives at
 DONE of number i - 2 after READY of it, for which all score warps must have passed DONE of number i.  A segment leaves

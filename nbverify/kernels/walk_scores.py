@@ -6,7 +6,7 @@ from nbverify.kernels import ptx
 from nbverify.kernels.masking import checks_every_tile, make_mask, make_prefetch_mask
 from nbverify.kernels.named_barriers import DONE, QFREE, READY
 from nbverify.kernels.outputs import make_finish_rows
-from nbverify.kernels.queries import make_load_queries
+from nbverify.kernels.queries import make_load_queries, make_skip_queries
 from nbverify.kernels.scores import make_exchange, make_multiply_keys, step_registers_of
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
@@ -25,7 +25,6 @@ from nbverify.kernels.weights import (
 def make_walk_scores(spec, geometry, ring):
     """``walk_scores(me, args, shared, record, turn)``, from turn ``turn`` of the ring; gives its turn then."""
     keys_per_tile, threads, key_frags = geometry.keys_per_tile, geometry.threads, geometry.key_frags
-    publishing = geometry.publishing_threads
     parts, frags, num_queries = geometry.column_parts, geometry.shared_frags, max(1, 4 * geometry.query_steps_kept)
     num_fragments = (geometry.steps_ahead + 1) * step_registers_of(geometry)
     num_scores, num_weights, group = 4 * key_frags, 2 * key_frags, spec.group
@@ -34,6 +33,7 @@ def make_walk_scores(spec, geometry, ring):
     always_checked = checks_every_tile(spec)
     wait_full, next_turn, tile_address = ring.wait_full, ring.next_turn, ring.tile_address
     request_queries, load_queries = make_load_queries(spec, geometry)
+    skip_queries = make_skip_queries(geometry)
     multiply_keys = make_multiply_keys(spec, geometry)
     send_others, send_all, add = make_exchange(geometry)
     weighing = make_weigh(spec, geometry)
@@ -75,10 +75,12 @@ def make_walk_scores(spec, geometry, ring):
             parity = uint32(left) & uint32(1)
             wait_full(shared, turn)
             ptx.barrier_sync(uint32(DONE) + parity, uint32(threads))
+            ptx.barrier_arrive(uint32(READY) + parity, uint32(threads))  # of a publication that is not its own
             multiply_keys(me, shared, tile_address(shared, turn), queries, fragments, s, 0, steps)
             send_all(me, shared, parity, s)
             turn, left = next_turn(turn), int32(left - 1)
         ptx.barrier_sync(uint32(DONE), uint32(threads))
+        ptx.barrier_arrive(uint32(READY), uint32(threads))
         return turn
 
     @cuda.jit(device=True, forceinline=True)
@@ -108,7 +110,7 @@ def make_walk_scores(spec, geometry, ring):
             operands = me, shared, tile_address(shared, turn), queries, fragments, s
             raised = multiply_and_weigh(operands, own, (maxima, sums), factors, p)
             publish_weights(me, shared, parity, raised, factors, p)
-            ptx.barrier_arrive(uint32(READY) + parity, uint32(publishing))
+            ptx.barrier_arrive(uint32(READY) + parity, uint32(threads))
             send_others(me, shared, parity, s)
             for i in range(num_scores):
                 own[i] = s[i]
@@ -120,7 +122,7 @@ def make_walk_scores(spec, geometry, ring):
         scale(me, args, record, first_row, int32((end_tile - 1) * keys_per_tile), checked, own)
         raised = weigh_alone(own, (maxima, sums), factors, p)
         publish_weights(me, shared, uint32(0), raised, factors, p)
-        ptx.barrier_arrive(uint32(READY), uint32(publishing))
+        ptx.barrier_arrive(uint32(READY), uint32(threads))
         finish_rows(me, args, shared, record, maxima, sums)
         return turn
 
@@ -128,6 +130,7 @@ def make_walk_scores(spec, geometry, ring):
     def walk_nothing(me, shared, record, turn):
         """Fragments without rows, in the last row unit of a request: their P is 0, and the warp meets the barriers."""
         ptx.unroll_loops()
+        skip_queries()
         ptx.barrier_arrive(uint32(QFREE), uint32(threads))
         segment = load_segment(record)
         p, factors = cuda.local.array(num_weights, uint32), cuda.local.array(ROWS_PER_LANE, float32)
@@ -142,7 +145,7 @@ def make_walk_scores(spec, geometry, ring):
             ptx.barrier_sync(uint32(DONE) + parity, uint32(threads))
             if left >= tiles - 1:
                 publish_weights(me, shared, parity, False, factors, p)
-            ptx.barrier_arrive(uint32(READY) + parity, uint32(publishing))
+            ptx.barrier_arrive(uint32(READY) + parity, uint32(threads))
             if left > 0:
                 turn = next_turn(turn)
             left = int32(left - 1)

@@ -6,6 +6,7 @@ from nbverify.kernels import ptx
 from nbverify.kernels.geometry import SEGMENT_FIELDS
 from nbverify.kernels.masking import checks_every_tile
 from nbverify.kernels.named_barriers import DONE, QFREE, READY
+from nbverify.kernels.queries import make_skip_queries
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import ZERO
 from nbverify.kernels.threads import find_place_again, uniform
@@ -19,7 +20,6 @@ def make_walk_values(spec, geometry, ring):
     ``offset`` is where the segment's record lies in shared memory.
     """
     stages, v_offset, threads = geometry.stages, geometry.v_offset, geometry.threads
-    publishing = geometry.publishing_threads
     keys_per_tile, num_outputs = geometry.keys_per_tile, 4 * geometry.row_frags * geometry.value_frags
     before_queries = stages - geometry.staging_slots  # tiles that go to slots where no queries are
     always_checked = checks_every_tile(spec)
@@ -27,7 +27,7 @@ def make_walk_values(spec, geometry, ring):
     tile_address, next_turn, turn_before = ring.tile_address, ring.next_turn, ring.turn_before
     rescale_by_flags = make_rescale_by_flags(geometry)
     multiply_values = make_multiply_values(spec, geometry)
-    clean_values = make_clean_values(spec, geometry)
+    clean_values, skip_queries = make_clean_values(spec, geometry), make_skip_queries(geometry)
 
     @cuda.jit(device=True, forceinline=True)
     def fill(me, args, shared, record, turn):
@@ -52,6 +52,7 @@ def make_walk_values(spec, geometry, ring):
         ptx.unroll_loops()
         ptx.barrier_arrive(uint32(DONE), uint32(threads))  # both places of P are free
         ptx.barrier_arrive(uint32(DONE + 1), uint32(threads))
+        skip_queries()
         record = ptx.shared_int64(shared + offset, SEGMENT_FIELDS)
         fill(find_place_again(), args, shared, record, turn)
         for i in range(num_outputs):
@@ -59,13 +60,13 @@ def make_walk_values(spec, geometry, ring):
         segment = load_segment(record)
         left = uniform(int32(int32(segment.end_tile) - int32(segment.first_tile)))
         parity = uint32(left) & uint32(1)
-        ptx.barrier_sync(uint32(READY) + parity, uint32(publishing))  # the empty publication
+        ptx.barrier_sync(uint32(READY) + parity, uint32(threads))  # the empty publication
         if left >= 2:
             ptx.barrier_arrive(uint32(DONE) + parity, uint32(threads))
         while left > 0:
             parity = uint32(left - 1) & uint32(1)
             wait_full(shared, turn)
-            ptx.barrier_sync(uint32(READY) + parity, uint32(publishing))
+            ptx.barrier_sync(uint32(READY) + parity, uint32(threads))
             here, base = find_place_again(), ptx.opaque_u32(shared)
             record = ptx.shared_int64(base + offset, SEGMENT_FIELDS)
             segment = load_segment(record)

@@ -26,6 +26,10 @@ SPECS = {
     "mla-fp8": nv.VerifySpec.mla(2, head_dim_qk=48, head_dim_v=32, kv_dtype="float8_e4m3fn", **LIMITS),
     "wide-mla": nv.VerifySpec.mla(2, head_dim_qk=288, head_dim_v=64, **LIMITS),
     "tall wide-mla": nv.VerifySpec.mla(9, head_dim_qk=288, head_dim_v=64, **LIMITS),  # 72 rows
+    # Score warps that share fragments, and warps without any (tensor cores): 4 for one, 3 for three, 2 and 2 for four.
+    "16 rows": nv.VerifySpec.mla(2, **LIMITS),
+    "48 rows": nv.VerifySpec.mla(6, **LIMITS),
+    "64 rows": nv.VerifySpec.mla(8, **LIMITS),
 }
 RAGGED_AND_PADDED = ([300, 0, 37, -1], [8, 3, 1, 2])
 
