@@ -63,10 +63,10 @@ def make_load_queries(spec, geometry):
         return uint32(shared + slot * uint32(slot_bytes) + place)
 
     @cuda.jit(device=True, forceinline=True)
-    def sync_readers(number):
-        """The warps that share fragments, for time ``number`` in this segment."""
+    def sync_readers():
+        """The warps that share fragments, and all others (``make_meet_readers``)."""
         if parts > 1:
-            ptx.barrier_sync(uint32(QUERIES + number), uint32(threads))
+            ptx.barrier_sync(uint32(QUERIES), uint32(threads))
         else:
             cuda.syncwarp()
 
@@ -105,10 +105,10 @@ def make_load_queries(spec, geometry):
         mine = uint32(shared + me.warp * uint32(rest * FRAG_BYTES) + me.lane * uint32(16) + uint32(queries_offset))
         for first_step in range(0, steps, steps_per_pass):
             if first_step > 0:
-                sync_readers(2 * (first_step // steps_per_pass) - 1)  # the part before has been read
+                sync_readers()  # the part before has been read
                 copy_part(me, args, shared, record, turn, first_row, first_step)
             ptx.cp_async_wait(NONE_PENDING)
-            sync_readers(2 * (first_step // steps_per_pass))  # publishes the rows to them
+            sync_readers()  # publishes the rows to them
             for j in range(frags):
                 owner = uint32(me.warp - part + find_fragment(part, j))
                 fragment = uint32(waiting_rows(shared, turn, owner) + place)
@@ -125,14 +125,19 @@ def make_load_queries(spec, geometry):
     return request, load_queries
 
 
-def make_skip_queries(geometry):
-    """``skip_queries()``: once a segment, for warps with roles that load none: they arrive where those that do wait."""
-    barriers, threads = geometry.query_barriers, geometry.threads
+def make_meet_readers(geometry):
+    """``meet_readers()``: once a segment, for warps with roles that load no queries: the barriers of those that do.
+
+    They need not wait there.  They do because racecheck takes an access for a later one only if its warp has waited at
+    more barriers: when just score warps waited here, it reported races of their P with its readers, who had waited at
+    as many (as it did when one barrier more, of one warp by itself, was put into a kernel that it finds clean).
+    """
+    meetings, threads = geometry.query_barriers, geometry.threads
 
     @cuda.jit(device=True, forceinline=True)
-    def skip_queries():
+    def meet_readers():
         ptx.unroll_loops()
-        for number in range(barriers):
-            ptx.barrier_arrive(uint32(QUERIES + number), uint32(threads))
+        for _ in range(meetings):
+            ptx.barrier_sync(uint32(QUERIES), uint32(threads))
 
-    return skip_queries
+    return meet_readers

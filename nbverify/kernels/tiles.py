@@ -333,12 +333,12 @@ class MmaGeometry:
     @property
     def staging_parts(self) -> int:
         """How many times the score warps pass a part of their query columns through the ring: the fewest that fit."""
-        wholes = [n for n in (1, 2, 3, 4) if self.query_steps % (n * self.column_parts * self.run_steps) == 0]
+        wholes = [n for n in (1, 2, 3, 4, 6) if self.query_steps % (n * self.column_parts * self.run_steps) == 0]
         return next((n for n in wholes if self._staging_slots_of(n) <= self.stages), 1)
 
     @property
     def query_barriers(self) -> int:
-        """Barriers for queries in a segment: a part is there for all who share it, and, before the next, it is read."""
+        """How often all meet for queries in a segment: a part is there for those that share it; it is read."""
         return 2 * self.staging_parts - 1 if self.column_parts > 1 else 0
 
     @property

@@ -11,8 +11,8 @@ Publications   A segment of n tiles has n + 1 of them, numbered downwards: numbe
                in one of two places, by the parity of its number.
 
 Who waits for whom, and why that is enough
-    queries there      named barriers from QUERIES on, each once a segment: score warps read the query rows of those
-                       that they share fragments with; all others arrive at each, at once
+    queries there      QUERIES, where score warps share fragments, once for each part of the queries that passes, and
+                       once more before the next: they read the rows of each other; value warps only meet them there
     queries read       QFREE, once a segment: the score warps arrive when their queries have left the ring, value warps
                        wait for it before they fetch into the slots where those lay
     tile there         both roles, on the ring's mbarrier ``full``, before they read the tile           (kv_ring.py)

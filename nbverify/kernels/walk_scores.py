@@ -6,7 +6,7 @@ from nbverify.kernels import ptx
 from nbverify.kernels.masking import checks_every_tile, make_mask, make_prefetch_mask
 from nbverify.kernels.named_barriers import DONE, QFREE, READY
 from nbverify.kernels.outputs import make_finish_rows
-from nbverify.kernels.queries import make_load_queries, make_skip_queries
+from nbverify.kernels.queries import make_load_queries, make_meet_readers
 from nbverify.kernels.scores import make_exchange, make_multiply_keys, step_registers_of
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
@@ -33,7 +33,7 @@ def make_walk_scores(spec, geometry, ring):
     always_checked = checks_every_tile(spec)
     wait_full, next_turn, tile_address = ring.wait_full, ring.next_turn, ring.tile_address
     request_queries, load_queries = make_load_queries(spec, geometry)
-    skip_queries = make_skip_queries(geometry)
+    meet_readers = make_meet_readers(geometry)
     multiply_keys = make_multiply_keys(spec, geometry)
     send_others, send_all, add = make_exchange(geometry)
     weighing = make_weigh(spec, geometry)
@@ -130,7 +130,7 @@ def make_walk_scores(spec, geometry, ring):
     def walk_nothing(me, shared, record, turn):
         """Fragments without rows, in the last row unit of a request: their P is 0, and the warp meets the barriers."""
         ptx.unroll_loops()
-        skip_queries()
+        meet_readers()
         ptx.barrier_arrive(uint32(QFREE), uint32(threads))
         segment = load_segment(record)
         p, factors = cuda.local.array(num_weights, uint32), cuda.local.array(ROWS_PER_LANE, float32)

@@ -6,7 +6,7 @@ from nbverify.kernels import ptx
 from nbverify.kernels.geometry import SEGMENT_FIELDS
 from nbverify.kernels.masking import checks_every_tile
 from nbverify.kernels.named_barriers import DONE, QFREE, READY
-from nbverify.kernels.queries import make_skip_queries
+from nbverify.kernels.queries import make_meet_readers
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import ZERO
 from nbverify.kernels.threads import find_place_again, uniform
@@ -27,7 +27,7 @@ def make_walk_values(spec, geometry, ring):
     tile_address, next_turn, turn_before = ring.tile_address, ring.next_turn, ring.turn_before
     rescale_by_flags = make_rescale_by_flags(geometry)
     multiply_values = make_multiply_values(spec, geometry)
-    clean_values, skip_queries = make_clean_values(spec, geometry), make_skip_queries(geometry)
+    clean_values, meet_readers = make_clean_values(spec, geometry), make_meet_readers(geometry)
 
     @cuda.jit(device=True, forceinline=True)
     def fill(me, args, shared, record, turn):
@@ -39,6 +39,7 @@ def make_walk_values(spec, geometry, ring):
         tile = first_tile
         while tile < max(end, int32(first_tile + before_queries + 1)):
             if tile == first_tile + before_queries:
+                meet_readers()
                 ptx.barrier_sync(uint32(QFREE), uint32(threads))
             if tile < end:
                 fetch(me, args, shared, record, tile, turn)
@@ -52,7 +53,6 @@ def make_walk_values(spec, geometry, ring):
         ptx.unroll_loops()
         ptx.barrier_arrive(uint32(DONE), uint32(threads))  # both places of P are free
         ptx.barrier_arrive(uint32(DONE + 1), uint32(threads))
-        skip_queries()
         record = ptx.shared_int64(shared + offset, SEGMENT_FIELDS)
         fill(find_place_again(), args, shared, record, turn)
         for i in range(num_outputs):
