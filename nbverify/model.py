@@ -10,7 +10,9 @@ GPU to measure.  ``docs/model.md`` has it in words, with its errors against the 
               walk comes from memory once, and from L2 after that
     tensor    mma of the busiest quarter of the SM x clocks of an mma there
     shared    bytes through shared memory / 128 bytes a clock
-    latency   what the warps of a block wait for each other and for their operands, in clocks: the same for each tile
+    latency   what the warps of a block wait for each other and for their operands, in clocks: as long as the chain of
+              products of a warp, which is one for each 16 columns of a row fragment, and the same for each tile but
+              where warps without a fragment take some of them (column parts: a quarter with 16 rows, half with 32)
     fixed     launch, cold instruction and index reads, first rows, grid barrier, merge of one state: microseconds
 
 Memory stands outside of the sum because tiles are fetched some stages ahead; the pipes of the SM stand inside, because
@@ -76,7 +78,7 @@ class Latency:
     fixed_us: float
 
 
-LATENCY = Latency(tile_clocks=1100, fixed_us=14.8)
+LATENCY = Latency(tile_clocks=1025, fixed_us=15.2)
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,8 @@ def estimate(
         tensor_us = counts.busiest_mma * chip.mma_clocks / (1e3 * chip.clock_ghz)
         return memory_us, tensor_us, counts.shared_bytes / SHARED_BYTES_A_CLOCK / (1e3 * chip.clock_ghz)
 
-    latency_us = latency.tile_clocks / (1e3 * chip.clock_ghz)
+    chain = tiles.shared_frags / tiles.column_parts  # of the products of a whole fragment
+    latency_us = chain * latency.tile_clocks / (1e3 * chip.clock_ghz)
 
     def tile_us(frags: int) -> float:
         memory_us, tensor_us, shared_us = parts(frags)

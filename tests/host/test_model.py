@@ -217,6 +217,15 @@ def test_latency_and_fixed_cost_are_added():
     assert more.us - base.us == pytest.approx(5.0 + more.tiles * 1.0)  # 1750 clocks at 1.75 GHz
 
 
+def test_latency_shrinks_with_the_chain_of_products():
+    """Four warps share the products of one row fragment or of two, and three or two those of as many."""
+    for name, share in (("mla-1", 1 / 4), ("mla-4", 1 / 2), ("mla-6", 1), ("mla-33", 1)):
+        spec = SPECS["mla"][name]
+        tiles = choose_tiles(spec, limits_of((9, 0)))
+        one = model.estimate(spec, tiles, Batch(1, 1, 1024), H200, latency=Latency(1750, 0.0))
+        assert one.latency_us == pytest.approx(share), name
+
+
 def test_memory_hides_latency():
     """Tiles are fetched ahead: what waits for memory does not wait for the warps too."""
     slow_memory = replace(H200, read_gb_s=10.0)
