@@ -711,6 +711,7 @@ PTX_TWINS: dict[str, Twin] = {
     "multiply_bf16x2": multiply_bf16x2,
     "multiply_f16x2": multiply_f16x2,
     "divide_u32": lambda dividend, divisor: uint32(_address32(dividend) // _address32(divisor)),
+    "divide_u64": lambda dividend, divisor: uint64(int(dividend) // int(divisor)),
     "load_global_u8": lambda address: uint32(_global("load_global_u8", address, 1, 1)[0]),
     "store_global_u8": _store("store_global_u8", _writable_global, np.uint8, 1),
     "load_global_u8_if": _load_if("load_global_u8_if", np.uint8, 1),

@@ -11,14 +11,11 @@ LOW_WORD = 0xFFFFFFFF
 
 @cuda.jit(device=True)
 def load_index(array, words, i):
-    """Entry ``i``, not negative, of an index buffer, as int64.
-
-    No branch, and an unsigned index: every block begins with these loads, and fetches their instructions cold.
-    """
-    shift = uint32(uint32(words) - uint32(1))
-    at = uint64(i) << uint64(shift)
-    low, high = int64(array[at]), int64(array[at + uint64(shift)])  # the same word of an int32
-    return low if shift == uint32(0) else (high << 32) | (low & LOW_WORD)
+    """Entry ``i`` of an index buffer, as int64."""
+    if words == 1:
+        return int64(array[i])
+    low = int64(array[2 * i]) & LOW_WORD
+    return (int64(array[2 * i + 1]) << 32) | low
 
 
 @cuda.jit(device=True, forceinline=True)

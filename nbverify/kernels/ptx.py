@@ -343,6 +343,12 @@ def divide_u32(typingctx, dividend, divisor):
     return _emit("div.u32 $0, $1, $2;", u32, (dividend, u32), (divisor, u32), pure=True)
 
 
+@intrinsic
+def divide_u64(typingctx, dividend, divisor):
+    """``dividend // divisor``: u64, u64 -> u64; a routine of the assembler's.  The divisor is not 0."""
+    return _emit("div.u64 $0, $1, $2;", u64, (dividend, u64), (divisor, u64), pure=True)
+
+
 # ----------------------------------------------------------------------------------------------------- loads and stores
 
 

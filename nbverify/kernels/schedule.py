@@ -31,7 +31,7 @@ more items is refused (geometry.check_items).  Divisions are those of ``ptx``: P
 
 from typing import NamedTuple
 
-from numba import cuda, float32, int32, int64, uint32
+from numba import cuda, int32, uint32, uint64
 
 from nbverify.kernels import ptx
 from nbverify.kernels.geometry import FULL_WARP, MIN_CHUNK_TILES, WARP
@@ -80,18 +80,9 @@ def block_begin(num_items, num_blocks, block):
 
 @cuda.jit(device=True)
 def block_of(num_items, num_blocks, position):
-    """The block whose share holds an item: the largest k with ``k * num_items < (position + 1) * num_blocks``.
-
-    k is position * blocks / items rounded down, or one more: there are no more blocks than items.  As float32 that is
-    within one of what it is, below 2^20 blocks; the exact products then say which.  A 64-bit division is a hundred
-    instructions.
-    """
-    guess = float32(position) * (float32(num_blocks) * ptx.rcp(float32(num_items)))
-    block, bound = max(int32(0), int32(int32(guess) - 1)), int64(position + 1) * int64(num_blocks)
-    for _ in range(3):
-        if int64(block + 1) * int64(num_items) < bound:
-            block = int32(block + 1)
-    return block
+    """The block whose share holds an item: the largest k with ``k * num_items < (position + 1) * num_blocks``."""
+    dividend = uint64(position + 1) * uint64(num_blocks) - uint64(1)
+    return int32(ptx.divide_u64(dividend, uint64(num_items)))
 
 
 @cuda.jit(device=True)
@@ -106,15 +97,15 @@ def chunk_tiles_of(num_tiles, num_units, max_chunks):
 
 
 @cuda.jit(device=True)
-def upper_request(table, starts, units, start_items, num_requests, position):
+def upper_request(starts, units, start_items, num_requests, position):
     """The request ``b`` with ``start(b) <= position < start(b + 1)``; requests without work are never returned.
 
-    ``start(b)`` is ``table[starts + b] + start_items * table[units + b]``.
+    ``start(b)`` is ``starts[b] + start_items * units[b]``.
     """
     low, high = int32(0), int32(num_requests)
     while high - low > 1:
         middle = int32((low + high) >> 1)
-        if table[uint32(starts + middle)] + start_items * table[uint32(units + middle)] <= position:
+        if starts[uint32(middle)] + start_items * units[uint32(middle)] <= position:
             low = middle
         else:
             high = middle
@@ -166,18 +157,18 @@ def make_schedule(spec, geometry):
     @cuda.jit(device=True)
     def prepare(args, table):
         """Fill the work table.  All threads of a block call it."""
-        num_requests, thread = int32(args.num_requests), uint32(cuda.threadIdx.x)
-        if thread == uint32(0):
+        num_requests, thread = int32(args.num_requests), int32(cuda.threadIdx.x)
+        if thread == 0:
             table[0] = int32(0)
             table[uint32(num_requests + 1)] = int32(0)
-        b = int32(thread)
+        b = thread
         while b < num_requests:
             table[uint32(b + 1)], table[uint32(num_requests + b + 2)] = work_of(args, b)
             b = int32(b + threads)
         cuda.syncthreads()  # publishes the counts to the scanning warps
-        row = int32(thread // uint32(WARP))  # one warp the items, one the units; a block of one warp both
+        row = int32(thread // WARP)  # one warp the items, one the units; a block of one warp both
         while row < 2:
-            inclusive_scan(table, int32(row * (num_requests + 1)), num_requests, int32(thread % uint32(WARP)))
+            inclusive_scan(table[uint32(row * (num_requests + 1)) :], num_requests, int32(thread % WARP))
             row = int32(row + threads // WARP)
         cuda.syncthreads()  # publishes the sums to the block
 
@@ -210,9 +201,7 @@ def make_schedule(spec, geometry):
     @cuda.jit(device=True)
     def line_length(table, num_requests):
         """Items of all units, start items included."""
-        return int32(
-            table[uint32(num_requests)] + start_items_of(table, num_requests) * table[uint32(2 * num_requests + 1)]
-        )
+        return int32(table[num_requests] + start_items_of(table, num_requests) * table[uint32(2 * num_requests + 1)])
 
     @cuda.jit(device=True)
     def share(args, table):
@@ -232,14 +221,13 @@ def make_schedule(spec, geometry):
     @cuda.jit(device=True)
     def segment_at(args, table, position, end):
         """The segment that starts at ``position`` of the line, for a block whose share ends at ``end``."""
-        num_requests = int32(ptx.opaque_u32(args.num_requests))  # as in ``share``
-        units, start_items = int32(num_requests + 1), start_items_of(table, num_requests)
-        b = upper_request(table, int32(0), units, start_items, num_requests, position)
-        units_before = table[uint32(units + b)]
+        num_requests = args.num_requests
+        units, start_items = table[uint32(num_requests + 1) :], start_items_of(table, num_requests)
+        b = upper_request(table, units, start_items, num_requests, position)
         request = load_request(args, b)
         tiles = num_tiles(request)
         per_unit = int32(items_per_unit(args, request) + start_items)
-        inside = int32(position - table[uint32(b)] - start_items * units_before)
+        inside = int32(position - table[uint32(b)] - start_items * units[uint32(b)])
         unit = quotient(inside, per_unit)
         item = int32(inside - unit * per_unit)
         if is_fixed:
@@ -252,7 +240,7 @@ def make_schedule(spec, geometry):
             first_tile = max(int32(0), int32(item - start_items))
             first_position = int32(position + max(int32(0), int32(start_items - item)))
             end_tile = min(tiles, int32(first_tile + (end - first_position)))
-            state = int32(cuda.blockIdx.x + units_before + unit)
+            state = int32(cuda.blockIdx.x + units[uint32(b)] + unit)
             next_position = int32(first_position + (end_tile - first_tile))
             if end - next_position <= start_items:  # no tile of the next unit is left in the share
                 next_position = int32(end)
@@ -263,22 +251,20 @@ def make_schedule(spec, geometry):
     @cuda.jit(device=True)
     def unit_states(args, table, unit_index):
         """The states of the row unit with this index among all units of the batch, in the order of its keys."""
-        num_requests = int32(args.num_requests)
-        units = int32(num_requests + 1)
-        b = upper_request(table, units, units, int32(0), num_requests, unit_index)
-        unit = int32(unit_index - table[uint32(units + b)])
+        num_requests = args.num_requests
+        units = table[uint32(num_requests + 1) :]
+        b = upper_request(units, units, int32(0), num_requests, unit_index)
+        unit = int32(unit_index - units[uint32(b)])
         kv_head, first_row = place_of(unit)
         # Units of one request have equally many items: no lengths are read here.
         before = table[uint32(b)]
-        units_here = max(
-            int32(1), int32(table[uint32(units + b + 1)] - table[uint32(units + b)])
-        )  # 0 if the batch has no unit at all
+        units_here = max(int32(1), units[uint32(b + 1)] - units[uint32(b)])  # 0 if the batch has no unit at all
         per_unit = quotient(table[uint32(b + 1)] - before, units_here)
         first_item = int32(before + unit * per_unit)
         if is_fixed:
             return UnitStates(b, kv_head, first_row, first_item, per_unit)
         first_item = int32(first_item + start_items_of(table, num_requests) * (unit_index + 1))
-        num_items = line_length(table, num_requests)
+        num_items = line_length(table, uint32(num_requests))
         blocks = active_blocks(num_items)
         first_block = block_of(num_items, blocks, first_item)
         last_block = block_of(num_items, blocks, int32(first_item + per_unit - 1))
@@ -288,19 +274,19 @@ def make_schedule(spec, geometry):
 
 
 @cuda.jit(device=True)
-def inclusive_scan(values, start, count, lane):
-    """``values[start + 1 : start + count + 1]`` become their running sums.  One whole warp calls it, 32 at a time."""
+def inclusive_scan(values, count, lane):
+    """``values[1 : count + 1]`` become their running sums.  One whole warp calls it, 32 values at a time."""
     carry, base = int32(0), int32(0)
     while base < count:
         value = int32(0)
         if base + lane < count:
-            value = values[uint32(start + base + lane + 1)]
+            value = values[uint32(base + lane + 1)]
         for step in range(5):
             below = cuda.shfl_up_sync(uint32(FULL_WARP), value, 1 << step)
-            if lane >= int32(1 << step):
+            if lane >= 1 << step:
                 value = int32(value + below)
         value = int32(value + carry)
         if base + lane < count:
-            values[uint32(start + base + lane + 1)] = value
+            values[uint32(base + lane + 1)] = value
         carry = cuda.shfl_sync(uint32(FULL_WARP), value, WARP - 1)
         base = int32(base + WARP)

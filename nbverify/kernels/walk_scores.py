@@ -10,7 +10,7 @@ from nbverify.kernels.queries import make_load_queries, make_meet_readers
 from nbverify.kernels.scores import make_exchange, make_multiply_keys, step_registers_of
 from nbverify.kernels.segments import load_segment
 from nbverify.kernels.softmax import NEG_INF, ZERO
-from nbverify.kernels.threads import find_place_again, uniform
+from nbverify.kernels.threads import uniform
 from nbverify.kernels.tiles import FRAG_ROWS
 from nbverify.kernels.weights import (
     ONE,
@@ -54,12 +54,11 @@ def make_walk_scores(spec, geometry, ring):
         has_drafts, mask_start = int32(segment.end_tile) * keys_per_tile > segment.request.prefix_len, int64(0)
         if has_drafts:
             mask_start = find_mask(args, segment.request)  # before it is used: it comes from memory
-        here = find_place_again()  # else addresses are kept from one segment to the next, in registers that others need
-        request_queries(here, args, shared, record, turn, first_row)
+        request_queries(me, args, shared, record, turn, first_row)
         if has_drafts:
             head_row = int32(int32(segment.first_row) + first_row)
             prefetch_mask(args, mask_start, segment.request, head_row, me.lane)
-        load_queries(here, args, shared, record, turn, first_row, queries)
+        load_queries(me, args, shared, record, turn, first_row, queries)
         ptx.barrier_arrive(uint32(QFREE), uint32(threads))
         if has_helpers and me.warp >= uint32(frags):
             return multiply_for_others(me, shared, record, turn, queries)

@@ -43,21 +43,17 @@ def make_bodies(prepares, split_phase, merge, geometry):
     """
     prepare, _ = prepares
     table_offset, last_warp = geometry.table_offset, geometry.warps - 1
-    chunks_offset = 4 * table_offset - chunk_bytes(geometry.warps)
+    chunks_offset = (4 * table_offset - chunk_bytes(geometry.warps)) // 8
     look_up, merge_phase = merge.look_up, merge.run
-
-    @cuda.jit(device=True, forceinline=True)
-    def chunks_address():
-        # Opaque: else it is kept for the merge, in a register that the walk lacks.
-        return uint32(ptx.shared_address(cuda.shared.array(0, int64, 16), 0) + ptx.opaque_u32(uint32(chunks_offset)))
 
     def verify(args):
         table = cuda.shared.array(0, int32, 16)[table_offset:]
+        chunks = cuda.shared.array(0, int64, 16)[chunks_offset:]
         prepare(args, table)
-        if uint32(cuda.threadIdx.x) // uint32(WARP) == uint32(last_warp):  # while the first one opens a segment
-            look_up(args, table, chunks_address())
+        if cuda.threadIdx.x // WARP == last_warp:  # while the first one opens a segment
+            look_up(args, table, chunks)
         split_phase(args, table)
         grid_barrier(args)  # publishes all partial states to all blocks, and the chunks to the block
-        merge_phase(args, table, chunks_address())
+        merge_phase(args, table, chunks)
 
     return (verify,)

@@ -24,10 +24,12 @@ Numerics  float32.  A run adds its states in order, and the runs are added in or
 
 from typing import NamedTuple
 
+import numpy as np
 from numba import cuda, float32, int32, int64, uint32, uint64
 from numba.cuda import libdevice
 
 from nbverify.kernels import ptx
+from nbverify.kernels.formats import make_narrow
 from nbverify.kernels.geometry import (
     FULL_WARP,
     MERGE_CHUNK_FIELDS,
@@ -39,12 +41,10 @@ from nbverify.kernels.geometry import (
 from nbverify.kernels.requests import load_request
 from nbverify.kernels.schedule import quotient
 from nbverify.kernels.softmax import NEG_INF, ZERO, log_sum_exp, warp_max, warp_sum, weight
-from nbverify.kernels.threads import find_place_again
-from nbverify.kernels.weights import make_pack
 
 IN_FLIGHT = 12  # states that a lane requests at once
 COLUMNS_PER_LANE = 4
-NUM_LOADED = COLUMNS_PER_LANE * IN_FLIGHT
+NUM_LOADED, NUM_STATES = COLUMNS_PER_LANE * IN_FLIGHT, 2 * IN_FLIGHT
 
 
 @cuda.jit(device=True, forceinline=True)
@@ -63,21 +63,14 @@ def place_of_pair(pair):
 
 
 @cuda.jit(device=True, forceinline=True)
-def side_by_side(groups, most_shift):
-    """log2 of the chunks that groups of a block take side by side: as many as divide both a row's and the groups."""
-    shift = int32(0)
-    while shift < most_shift and groups >> shift & 1 == 0:
-        shift = int32(shift + 1)
-    return shift
-
-
-@cuda.jit(device=True, forceinline=True)
-def chunk_number(groups, group_number, turn, block, blocks, shift):
+def chunk_number(groups, group_number, turn, block, blocks, most_shift):
     """The chunk that a group of a block takes in its turn ``turn``, or a number past the last one.
 
-    ``groups`` are those of a block, ``shift`` is their ``side_by_side``.  Of a block's numbers in a turn the first
-    group's is the smallest.
+    ``groups`` are those of a block.  Of its numbers in a turn the first group's is the smallest.
     """
+    shift = int32(0)  # 2^shift chunks side by side: as many as divide both a row's chunks and the groups
+    while shift < most_shift and groups >> shift & 1 == 0:
+        shift = int32(shift + 1)
     slot = int32(turn * (groups >> shift) + (group_number >> shift))
     return int32(((slot * blocks + block) << shift) + (group_number & ((1 << shift) - 1)))
 
@@ -92,25 +85,6 @@ class Chunk(NamedTuple):
     column: int  # first of its place in a row of the workspace
     target: int  # in ``out``: the row's first column
     lse_place: int
-    place: int  # of the warp: see ``place_of_warp``
-
-
-@cuda.jit(device=True, forceinline=True)
-def record_address(chunks, warp):
-    """Where the record of a warp's chunk lies."""
-    return uint32(chunks + uint32(8 * MERGE_CHUNK_FIELDS) * uint32(warp))
-
-
-@cuda.jit(device=True, forceinline=True)
-def place_of_warp(share, group_number, member, has_more):
-    """Warps of a group, the warp's group and its number there, each below 2^8, and whether there is another turn."""
-    return int64(share | group_number << 8 | member << 16 | int32(has_more) << 24)
-
-
-@cuda.jit(device=True, forceinline=True)
-def places_of(place):
-    """The four parts of ``place_of_warp``."""
-    return int32(place & 255), int32(place >> 8 & 255), int32(place >> 16 & 255), place >> 24 != 0
 
 
 class Merge(NamedTuple):
@@ -121,7 +95,7 @@ class Merge(NamedTuple):
 
 
 def make_merge(spec, geometry, schedule):
-    """A ``Merge``.  ``chunks`` is the shared address (u32) of ``MERGE_CHUNK_FIELDS`` int64 a warp.
+    """A ``Merge``.  ``chunks`` is an array of ``MERGE_CHUNK_FIELDS`` int64 a warp in shared memory.
 
     A barrier lies between the two.  The scratch of ``run`` is the start of the block's shared memory, which phase 1 no
     longer uses.
@@ -133,42 +107,44 @@ def make_merge(spec, geometry, schedule):
     most_shift = (parts & -parts).bit_length() - 1  # how often 2 divides it
     output_bytes, state_bytes = 4 * rows_per_tile * head_dim_v, 8 * rows_per_tile
     unit_states = schedule.unit_states
-    pack, add_runs = make_pack(spec.dtype), make_add_runs(spec.kernel)
+    narrow, add_runs = make_narrow(spec.dtype), make_add_runs(spec.kernel)
 
     @cuda.jit(device=True, forceinline=True)
     def add_run(args, chunk, lane, run, sums):
-        """``sums`` = weighted outputs of a run, of a lane's columns; gives its (m, l).
-
-        Lane j has (m, l) of state j: half the code of all lanes having all of them, and code comes from memory.
-        """
+        """``sums`` = weighted outputs of a run, of a lane's columns; gives its (m, l)."""
         ptx.unroll_loops()
         length, column = run_length(chunk.num_states), int32(chunk.column + COLUMNS_PER_LANE * lane)
         begin = int32(run * length)
         left = min(length, int32(chunk.num_states - begin))
         first = (int64(chunk.first_state) + begin) * rows_per_tile + chunk.row
-        state = ptx.global_address(args.partial_ml, 2 * (first + lane * rows_per_tile))
+        state = ptx.global_address(args.partial_ml, 2 * first)
         output = ptx.global_address(args.partial_o, first * head_dim_v + column)
-        in_row = column < head_dim_v
-        loaded = cuda.local.array(NUM_LOADED, float32)
+        loaded, these = cuda.local.array(NUM_LOADED, float32), cuda.local.array(NUM_STATES, float32)
         maximum, total = NEG_INF, ZERO
-        clear(sums)
+        for i in range(COLUMNS_PER_LANE):
+            sums[i] = ZERO
         while left > 0:
-            is_there = lane < min(left, int32(IN_FLIGHT))
-            x = ptx.load_global_v2_f32_if(state, uint32(is_there))
             for j in range(IN_FLIGHT):
-                y = ptx.load_global_v4_f32_if(output + uint64(j * output_bytes), uint32(in_row and j < left))
+                is_there = uint32(j < left)
+                x = ptx.load_global_v2_f32_if(state + uint64(j * state_bytes), is_there)
+                these[2 * j], these[2 * j + 1] = x[0] if j < left else NEG_INF, x[1]
+                y = ptx.load_global_v4_f32_if(
+                    output + uint64(j * output_bytes), uint32(j < left and column < head_dim_v)
+                )
                 for i in range(COLUMNS_PER_LANE):
                     loaded[COLUMNS_PER_LANE * j + i] = y[i]
-            m = x[0] if is_there else NEG_INF
-            highest = max(maximum, warp_max(m))
-            w, factor = weight(m, highest), weight(maximum, highest)
-            total = cuda.fma(total, factor, warp_sum(libdevice.fmul_rn(w, x[1])))
+            highest = maximum
+            for j in range(IN_FLIGHT):
+                highest = max(highest, these[2 * j])
+            factor = weight(maximum, highest)
+            total = libdevice.fmul_rn(total, factor)
             for i in range(COLUMNS_PER_LANE):
                 sums[i] = libdevice.fmul_rn(sums[i], factor)
             for j in range(IN_FLIGHT):  # past the end: 0 times 0
-                factor = cuda.shfl_sync(uint32(FULL_WARP), w, j)
+                w = weight(these[2 * j], highest)
+                total = cuda.fma(w, these[2 * j + 1], total)
                 for i in range(COLUMNS_PER_LANE):
-                    sums[i] = cuda.fma(factor, loaded[COLUMNS_PER_LANE * j + i], sums[i])
+                    sums[i] = cuda.fma(w, loaded[COLUMNS_PER_LANE * j + i], sums[i])
             maximum = highest
             state += uint64(IN_FLIGHT * state_bytes)
             output += uint64(IN_FLIGHT * output_bytes)
@@ -183,10 +159,12 @@ def make_merge(spec, geometry, schedule):
             factor = libdevice.fdiv_rn(args.v_scale, total)
         if place < head_dim_v:
             block, inside = uint32(place) // uint32(16), uint32(place) % uint32(16) // uint32(4)
-            target = ptx.global_address(args.out, chunk.target + int64(block * uint32(16) + inside * uint32(2)))
+            target = uint64(chunk.target // 2) + uint64(block * uint32(8) + inside)
+            words = args.out.view(np.uint32)
             for i in range(2):
-                low, high = libdevice.fmul_rn(sums[2 * i], factor), libdevice.fmul_rn(sums[2 * i + 1], factor)
-                ptx.store_global_u32(target + uint64(16 * i), pack(low, high))
+                low = narrow(libdevice.fmul_rn(sums[2 * i], factor))
+                high = narrow(libdevice.fmul_rn(sums[2 * i + 1], factor))
+                words[target + uint64(4 * i)] = low | uint32(high << uint32(16))
         if place == 0 and args.lse.size > 0:
             args.lse[uint64(chunk.lse_place)] = log_sum_exp(maximum, total)
 
@@ -201,6 +179,10 @@ def make_merge(spec, geometry, schedule):
         while share > 1 and int64(num_chunks) * share > int64(cuda.gridDim.x) * warps:
             share = int32(share >> 1)
         return share
+
+    @cuda.jit(device=True, forceinline=True)
+    def number_of(groups, group_number, turn):
+        return chunk_number(groups, group_number, turn, int32(cuda.blockIdx.x), int32(cuda.gridDim.x), most_shift)
 
     @cuda.jit(device=True)
     def find_chunk(args, table, number, record):
@@ -221,41 +203,36 @@ def make_merge(spec, geometry, schedule):
             record[6] = token * args.lse_stride_token + head
 
     @cuda.jit(device=True)
-    def find_turn(args, table, warp, turn, record):
-        """What a warp does in a turn.  A function of its own: most launches have one turn, found before the walk."""
-        num_chunks = num_chunks_of(args, table)
-        share = share_of(num_chunks)
-        groups, group_number = quotient(int32(warps), share), quotient(warp, share)
-        block, blocks, shift = int32(cuda.blockIdx.x), int32(cuda.gridDim.x), side_by_side(groups, most_shift)
-        has_more = chunk_number(groups, int32(0), int32(turn + 1), block, blocks, shift) < num_chunks
-        number = chunk_number(groups, group_number, turn, block, blocks, shift)
-        record[0], record[7] = 0, place_of_warp(share, group_number, int32(warp - group_number * share), has_more)
-        if group_number < groups and number < num_chunks:
-            find_chunk(args, table, number, record)
-
-    @cuda.jit(device=True)
     def look_up(args, table, chunks):
-        lane = int32(uint32(cuda.threadIdx.x) % uint32(WARP))
+        num_chunks, lane = num_chunks_of(args, table), int32(cuda.threadIdx.x % WARP)
+        share = share_of(num_chunks)
+        groups, group_number = quotient(int32(warps), share), quotient(lane, share)
+        number = number_of(groups, group_number, int32(0))
         if lane < warps:
-            find_turn(args, table, lane, int32(0), ptx.shared_int64(record_address(chunks, lane), MERGE_CHUNK_FIELDS))
+            record = chunks[uint32(lane * MERGE_CHUNK_FIELDS) :]
+            record[0] = 0
+            if group_number < groups and number < num_chunks:
+                find_chunk(args, table, number, record)
 
     @cuda.jit(device=True)
     def run(args, table, chunks):
         ptx.unroll_loops()
-        me = find_place_again()  # not kept over the walk, which lacks registers
-        warp, lane = int32(me.warp), int32(me.lane)
-        shared = ptx.shared_address(cuda.shared.array(0, float32, 16), 0)
+        warp, lane = int32(cuda.threadIdx.x // WARP), int32(cuda.threadIdx.x % WARP)
+        num_chunks = num_chunks_of(args, table)
+        share = share_of(num_chunks)
+        groups, group_number = quotient(int32(warps), share), quotient(warp, share)
+        member = int32(warp - group_number * share)
+        scratch = ptx.shared_address(cuda.shared.array(0, float32, 16), 0)
+        scratch = uint32(scratch + uint32(group_number) * uint32(MERGE_RUNS * MERGE_RUN_BYTES))
         sums, others = cuda.local.array(COLUMNS_PER_LANE, float32), cuda.local.array(COLUMNS_PER_LANE, float32)
 
-        record = ptx.shared_int64(record_address(chunks, warp), MERGE_CHUNK_FIELDS)
-        turn, has_more = int32(0), True
-        while has_more:
+        record = chunks[uint32(warp * MERGE_CHUNK_FIELDS) :]
+        turn, is_left = int32(0), number_of(groups, int32(0), int32(0)) < num_chunks
+        while is_left:
             chunk = Chunk(
                 int32(record[0]), int32(record[1]), int32(record[2]), int32(record[3]), int32(record[4]),
-                record[5], record[6], int32(record[7]),
+                record[5], record[6],
             )  # fmt: skip
-            share, group_number, member, has_more = places_of(chunk.place)
-            scratch = uint32(shared + uint32(group_number) * uint32(MERGE_RUNS * MERGE_RUN_BYTES))
             number = member
             while number < chunk.num_runs:
                 m, t = add_run(args, chunk, lane, number, others)
@@ -268,10 +245,14 @@ def make_merge(spec, geometry, schedule):
             if member == 0 and chunk.num_runs > 0:
                 maximum, total = add_runs(scratch, chunk.num_runs, lane, sums)
                 write_chunk(args, chunk, lane, maximum, total, sums)
-            if has_more:
-                turn = int32(turn + 1)
+            turn = int32(turn + 1)
+            is_left = number_of(groups, int32(0), turn) < num_chunks
+            if is_left:
+                number = number_of(groups, group_number, turn)
                 if lane == 0:
-                    find_turn(args, table, warp, turn, record)
+                    record[0] = 0
+                    if group_number < groups and number < num_chunks:
+                        find_chunk(args, table, number, record)
                 # Publishes the record; the runs have been read: those of this chunk may overwrite them.
                 sync_group(share)
 

@@ -4,9 +4,8 @@ Same cuts, same order of merging, same bits.  It is for places where a cooperati
 the error says to ask for it; it is never chosen silently.  It is also the oracle that the barrier is tested against.
 """
 
-from numba import cuda, int32, int64, uint32
+from numba import cuda, int32, int64
 
-from nbverify.kernels import ptx
 from nbverify.kernels.geometry import WARP, chunk_bytes, merge_scratch_bytes
 
 
@@ -18,6 +17,7 @@ def make_bodies(prepares, split_phase, merge, geometry):
     """
     prepare_split, prepare_merge = prepares
     table_offset, scratch_bytes = geometry.table_offset, merge_scratch_bytes(geometry.warps)
+    chunks_offset = scratch_bytes // 8
     merge_table_offset = (scratch_bytes + chunk_bytes(geometry.warps)) // 4
     look_up, merge_phase = merge.look_up, merge.run
 
@@ -28,7 +28,7 @@ def make_bodies(prepares, split_phase, merge, geometry):
 
     def verify_merge(args):
         table = cuda.shared.array(0, int32, 16)[merge_table_offset:]
-        chunks = uint32(ptx.shared_address(cuda.shared.array(0, int64, 16), 0) + uint32(scratch_bytes))
+        chunks = cuda.shared.array(0, int64, 16)[chunks_offset:]
         prepare_merge(args, table)
         if cuda.threadIdx.x < WARP:
             look_up(args, table, chunks)

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from numba import cuda, int32, int64, uint32
+from numba import cuda, int32, int64
 from support.batches import HALF_ULP, NUMPY_DTYPE
 
 import nbverify as nv
 from nbverify import contract
-from nbverify.kernels import geometry, ptx
+from nbverify.kernels import geometry
 from nbverify.kernels.geometry import chunk_bytes, merge_scratch_bytes, table_bytes
 from nbverify.kernels.schedule import UnitStates
 from nbverify.reduce import merge as merge_module
@@ -101,7 +101,7 @@ def merge(spec, states, *, group="warp", warps=None, grid=None, nodes=NODES, row
         return UnitStates(int32(unit), 0, 0, int32(states.firsts[unit]), int32(states.counts[unit]))
 
     phase = merge_module.make_merge(spec, geometry, SimpleNamespace(unit_states=unit_states))
-    first_chunk = merge_scratch_bytes(warps)
+    first_chunk = merge_scratch_bytes(warps) // 8
     first_entry = (merge_scratch_bytes(warps) + chunk_bytes(warps)) // 4
 
     def body(args):
@@ -109,7 +109,7 @@ def merge(spec, states, *, group="warp", warps=None, grid=None, nodes=NODES, row
         if cuda.threadIdx.x == 0:
             table[requests], table[2 * requests + 1] = int(states.counts.sum()), requests
         cuda.syncthreads()
-        chunks = uint32(ptx.shared_address(cuda.shared.array(0, int64, 16), 0) + uint32(first_chunk))
+        chunks = cuda.shared.array(0, int64, 16)[first_chunk:]
         if cuda.threadIdx.x < 32:
             phase.look_up(args, table, chunks)
         cuda.syncthreads()
@@ -157,15 +157,15 @@ def check(spec, states, out, lse):
 
 def test_every_chunk_is_taken_once():
     """By one group of the blocks in one of its turns; a block goes on while its first group has one."""
-    number, side_by_side = merge_module.chunk_number.py_func, merge_module.side_by_side.py_func
+    number = merge_module.chunk_number.py_func
     for groups, parts, blocks in itertools.product((1, 2, 3, 4, 6, 8, 12), (1, 2, 3, 4, 5), (1, 2, 5, 132)):
-        shift = side_by_side(groups, (parts & -parts).bit_length() - 1)
+        most_shift = (parts & -parts).bit_length() - 1
         for num_chunks in (1, parts, 7 * parts, 64 * parts, groups * blocks * parts + 3 * parts):
             taken = []
             for block in range(blocks):
                 turn = 0
-                while number(groups, 0, turn, block, blocks, shift) < num_chunks:
-                    taken += [number(groups, g, turn, block, blocks, shift) for g in range(groups)]
+                while number(groups, 0, turn, block, blocks, most_shift) < num_chunks:
+                    taken += [number(groups, g, turn, block, blocks, most_shift) for g in range(groups)]
                     turn += 1
             assert sorted(n for n in taken if n < num_chunks) == list(range(num_chunks)), (groups, parts, blocks)
 

@@ -116,15 +116,11 @@ def test_upper_request_is_searchsorted():
         def find(args):
             for i in range(cuda.threadIdx.x, args.positions.size, cuda.blockDim.x):
                 args.found[i] = schedule.upper_request(
-                    args.table, int32(1), int32(args.units), int32(args.start_items), int32(args.units - 2),
-                    args.positions[i],
-                )  # fmt: skip
+                    args.starts, args.units, int32(args.start_items), int64(args.starts.size - 1), args.positions[i]
+                )
 
         found = np.full(positions.size, -77, np.int32)
-        table = np.concatenate([[-1], own, units]).astype(np.int32)  # starts from 1 on, then units
-        args = namedtuple("Args", "table units start_items positions found")(
-            table, 1 + own.size, start_items, positions, found
-        )
+        args = namedtuple("Args", "starts units start_items positions found")(own, units, start_items, positions, found)
         nv.Emulator().launch(find, args, grid=1, block=WARP, shared_bytes=0, name="find")
         np.testing.assert_array_equal(found, np.searchsorted(starts, positions, side="right") - 1)
         assert (counts[found] > 0).all()
@@ -134,15 +130,15 @@ def test_scan_of_any_length():
     """One warp, 32 values at a time; the sums may be as large as int32."""
     for count in (0, 1, 2, 31, 32, 33, 64, 65, 200):
         rng = np.random.default_rng(count)
-        values = rng.integers(0, INT32_MAX // max(1, count), count + 2)
-        values[:2] = 7, 5  # not part of it
+        values = rng.integers(0, INT32_MAX // max(1, count), count + 1)
+        values[0] = 5  # not part of it
 
         def scan(args):
-            schedule.inclusive_scan(args.values, int32(1), int32(args.values.size - 2), int32(cuda.threadIdx.x))
+            schedule.inclusive_scan(args.values, int32(args.values.size - 1), int32(cuda.threadIdx.x))
 
         args = namedtuple("Args", "values")(values.astype(np.int32))
         nv.Emulator(seed=1).launch(scan, args, grid=1, block=WARP, shared_bytes=0, name="scan")
-        assert args.values.tolist() == [7, 5, *np.cumsum(values[2:]).tolist()]
+        assert args.values.tolist() == [5, *np.cumsum(values[1:]).tolist()]
 
 
 # ---- lengths, in the emulator

@@ -276,22 +276,43 @@ def check_arithmetic(before, after):
 
 def divisions(args):
     i = cuda.threadIdx.x
-    args.quotients[i] = ptx.divide_u32(args.dividends[i], args.divisors[i])
+    args.quotients32[i] = ptx.divide_u32(args.dividends32[i], args.divisors32[i])
+    args.quotients64[i] = ptx.divide_u64(args.dividends64[i], args.divisors64[i])
 
 
 def division_arrays(rng):
-    """All pairs of numbers around 0, the sign bit and the ends; random ones of every length."""
-    near = [0, 1, 2, 3, 5, 1 << 31, (1 << 31) - 1, (1 << 32) - 1, (1 << 32) - 2]
-    edges = [(a, b) for a in near for b in near if b]
-    lengths = rng.integers(1, 32, (256 - len(edges), 2))
-    others = [(int(rng.integers(1 << 31)) >> 31 - a, int(rng.integers(1 << 31)) >> 31 - b or 1) for a, b in lengths]
-    dividends, divisors = np.array([*edges, *others], np.uint32).T
-    return {"dividends": dividends.copy(), "divisors": divisors.copy(), "quotients": np.full(256, 77, np.uint32)}
+    """All pairs of numbers around 0, the sign bits and the ends; random ones of every length."""
+    arrays = {}
+    for bits in (32, 64):
+        dtype = np.dtype(f"uint{bits}")
+        near = [
+            0,
+            1,
+            2,
+            3,
+            5,
+            1 << 31,
+            (1 << 31) - 1,
+            (1 << 32) - 1,
+            1 << bits - 1,
+            (1 << bits - 1) - 1,
+            (1 << bits) - 1,
+        ]
+        if bits == 64:
+            near += [1 << 32, (1 << 53) + 1, (1 << 64) - 2]
+        edges = [(a, b) for a in dict.fromkeys(near) for b in dict.fromkeys(near) if b]
+        lengths = rng.integers(1, bits, (256 - len(edges), 2))
+        others = [(int(rng.integers(1 << 63)) >> 63 - a, int(rng.integers(1 << 63)) >> 63 - b or 1) for a, b in lengths]
+        dividends, divisors = zip(*edges, *others, strict=True)
+        arrays[f"dividends{bits}"], arrays[f"divisors{bits}"] = np.array(dividends, dtype), np.array(divisors, dtype)
+        arrays[f"quotients{bits}"] = np.full(256, 77, dtype)
+    return arrays
 
 
 def check_divisions(before, after):
-    pairs = zip(before["dividends"].tolist(), before["divisors"].tolist(), strict=True)
-    assert after["quotients"].tolist() == [a // b for a, b in pairs]
+    for bits in (32, 64):
+        pairs_of = zip(before[f"dividends{bits}"].tolist(), before[f"divisors{bits}"].tolist(), strict=True)
+        assert after[f"quotients{bits}"].tolist() == [a // b for a, b in pairs_of]
 
 
 def unpack_e4m3(args):

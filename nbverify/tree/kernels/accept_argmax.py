@@ -90,7 +90,7 @@ def make_body(*, logits_dtype, max_nodes):
             b = int32(b + THREADS)
         cuda.syncthreads()  # publishes the numbers to warp 0
         if thread < WARP:
-            inclusive_scan(rows_before, int32(0), num_requests, lane)
+            inclusive_scan(rows_before, num_requests, lane)
         cuda.syncthreads()  # publishes their sums
 
         item = int32(cuda.grid(1) // WARP)
