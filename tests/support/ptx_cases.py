@@ -424,7 +424,7 @@ def widening_case(dtype):
         np.testing.assert_array_equal(values, np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32))
         want = values.astype(target).view(np.uint16)[sixteen]
         is_nan = (sixteen & 0x7F) == 0x7F
-        assert is_nan[:256].any(1).all() or is_nan[:256].any(0).all()
+        assert is_nan[:256].any(0).all()
         assert not is_nan[256:].any()
         np.testing.assert_array_equal(got[~is_nan], want[~is_nan])
         assert (got[is_nan] & 0x7FFF == CANONICAL_NAN).all()
